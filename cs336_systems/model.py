@@ -146,7 +146,7 @@ class CausalSelfAttention(nn.Module):
             q, k, v = (y.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for y in (q, k, v))
         o = attention(
             q, k, v, is_causal=True, impl=self.impl, enable_gqa=self.num_kv_heads < self.num_heads,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=cu_seqlens, max_seqlen=None if cu_seqlens is None else x.shape[1],
         )  # fmt: skip
         return self.output_proj(o.transpose(1, 2).reshape(x.shape))
 

@@ -165,13 +165,22 @@ def test_torch_compile_takes_it_whole(impl):
     q, k, v = inputs(2, 1, 40, 40, 16)
     registry.check_machine()
 
-    def twice(q, k, v, window, cu_seqlens):
-        return attention(q, k, v, True, impl, enable_gqa=True, window=window, cu_seqlens=cu_seqlens) * 2
+    def twice(q, k, v, window, cu_seqlens, max_seqlen):
+        seen = {"window": window, "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        return attention(q, k, v, True, impl, enable_gqa=True, **seen) * 2
 
     compiled = torch.compile(twice, fullgraph=True, backend="aot_eager")
     grad_o = torch.randn_like(q)
-    for window, ends in ((7, None), (9, None), (None, (3, 40)), (None, (30, 40)), (7, (30, 30, 40))):
+    for window, ends, longest in (
+        (7, None, None),
+        (9, None, None),
+        (None, (3, 40), None),
+        (None, (30, 40), 30),
+        (None, (20, 40), 40),
+        (7, (30, 30, 40), 33),
+    ):
         seen = {"window": window, "cu_seqlens": None if ends is None else packed(ends)}
+        seen["max_seqlen"] = None if longest is None else longest * MANY
         o = compiled(q, k, v, *seen.values())
         found = o, *torch.autograd.grad(o, (q, k, v), grad_o)
         expected = run(impl, q, k, v, 2 * grad_o, True, **seen)
@@ -200,13 +209,14 @@ def test_what_passes_are_remembered_by(monkeypatch):
         (4, of_two),
         (None, of_three),
         (None, of_three[1:]),
+        (None, of_two, 8),
     ):
         for _ in range(2):
             call(*seen)
-    assert [len(more) for more in launched] == [0, 2, 2, 2, 2, 2, 2]
-    assert len(addresses) == 7 and addresses[3][-1] == of_two.data_ptr() and len(addresses[1]) == 5
+    assert [len(more) for more in launched] == [0, 2, 2, 2, 2, 2, 2, 3]
+    assert len(addresses) == 8 and addresses[3][-1] == of_two.data_ptr() and len(addresses[1]) == 5
     call(None, of_two.clone())
-    assert len(launched) == 7
+    assert len(launched) == 8
 
 
 @kernels
@@ -271,6 +281,11 @@ def test_head_dimensions(dtype, head_dim):
         ({"cu_seqlens": [0, 8], "shape": (1, 8, 16)}, r"must be \(1, heads, total, d\)"),
         ({"cu_seqlens": [0, 8], "keys": 9}, r"k \(1, 1, 9, 16\); with cu_seqlens both must be"),
         ({"window": 3, "keys": 5}, "k .1, 1, 5, 16.; with window=3 the last queries see no key"),
+        *(
+            ({"cu_seqlens": [0, 8], "max_seqlen": x}, f"max_seqlen is {x!r}; allowed: whole numbers from 1 on")
+            for x in (0, -1, 8.0, True)
+        ),
+        ({"max_seqlen": 8}, "max_seqlen is 8, and cu_seqlens is not given"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_named(impl, seen, message):
@@ -299,6 +314,13 @@ def test_ends_that_make_no_sense_are_named_on_a_cpu(impl, ends, message):
     q = torch.zeros(1, 1, 8, 16)
     with pytest.raises(ValueError, match=f"cu_seqlens {message}"):
         attention(q, q, q, True, impl, cu_seqlens=torch.tensor(ends, dtype=torch.int32))
+
+
+def test_a_document_longer_than_the_longest_is_named_on_a_cpu():
+    q, ends = torch.zeros(1, 1, 8, 16), torch.tensor([0, 2, 7, 8], dtype=torch.int32)
+    attention(q, q, q, True, cu_seqlens=ends, max_seqlen=5)
+    with pytest.raises(ValueError, match="max_seqlen is 4; a document has 5 tokens"):
+        attention(q, q, q, True, cu_seqlens=ends, max_seqlen=4)
 
 
 def test_ends_that_the_host_cannot_look_at():

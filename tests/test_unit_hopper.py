@@ -226,25 +226,30 @@ def test_what_windows_are_launched_with(launched):
 
 
 def test_what_documents_are_launched_with(launched, monkeypatch):
-    """A program for each tile, in configurations by their mean length, and zeros to add dQ to."""
+    """A program for each tile, in configurations by the longest, or their mean length, and zeros to add dQ to."""
     keys, launches = launched
     bounds = []
     monkeypatch.setattr(portable, "_launched", lambda *given: bounds.append(given[2]["window"]) or [])
     x = zeros(1, 12, 30_000, 64)
-    for documents, window, programs in (
-        (1, None, 1884),
-        (10, None, 5628),
-        (10, 100, 5628),
-        (1, 20_000, 1884),
+    for documents, window, longest, programs in (
+        (1, None, (), 1884),
+        (10, None, (), 5628),
+        (10, 100, (), 5628),
+        (1, 20_000, (), 1884),
+        (30_000, None, (), 5628),  # filled up
+        (30_000, None, (1024,), 5628),
+        (30_000, None, (32_768,), 1884),
+        (30_000, 100, (32_768,), 5628),
+        (10, None, (1000,), 5628),
     ):
         seen = window, zeros(documents + 1, dtype=torch.int32)
-        o, logsumexp = hopper.launch_forward(x, x, x, True, seen=seen)
+        o, logsumexp = hopper.launch_forward(x, x, x, True, seen=seen + longest)
         hopper.launch_backward(x, x, x, o, logsumexp, o, True, seen=seen)
         (_, grid, _, pointers, _), (*_, prepare), (name, _, _, of_main, _), _ = launches
         assert grid == (programs, 1, 1) and pointers[1:] == of_main[1:] == [(torch.int32, True)]
         assert name == "backward_keys_kernel" and prepare[-2] is True and bounds == [window] * 2
         launches.clear(), bounds.clear()
-    assert len(set(keys)) == 8
+    assert len(set(keys)) == 15
 
 
 def test_whose_kernels_windows_and_documents_are_for(monkeypatch):

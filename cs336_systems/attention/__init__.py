@@ -18,6 +18,7 @@ __all__ = ["IMPLEMENTATIONS", "attention", "availability"]
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False, impl: str = "auto", *,
     enable_gqa: bool = False, window: int | None = None, cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """softmax(q kᵀ / sqrt(d)) v over any leading axes, differentiable.
 
@@ -41,7 +42,9 @@ def attention(
     fall, and end with total. On a CPU this is checked; on a GPU, for which the host would have to wait, and under
     torch.compile what comes of other values is undefined. `flash_triton` never loads tiles of keys that none of a
     tile's queries sees; packed sequences and windows in fp32 or with d > 128 are for its portable kernels, on Hopper
-    too. `reference` and `sdpa` store a mask of all pairs.
+    too. By the number of entries it guesses how long documents are, and chooses a kernel; where entries are filled up,
+    `max_seqlen`, the longest document's tokens or a bound on them, says it better. `reference` and `sdpa` store a mask
+    of all pairs.
 
     Who serves what (`registry.features`):
 
@@ -67,8 +70,8 @@ def attention(
         raise ValueError(f"enable_gqa is {enable_gqa!r}; allowed: True, False")
     grouped = enable_gqa and q.shape[:-2] != k.shape[:-2]
     asked: tuple[str, ...] = ("enable_gqa",) if grouped else ()
-    if window is not None or cu_seqlens is not None:
-        check_seen(q, k, is_causal, window, cu_seqlens)
+    if window is not None or cu_seqlens is not None or max_seqlen is not None:
+        check_seen(q, k, is_causal, window, cu_seqlens, max_seqlen)
         cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
         asked += tuple(
             x for x, value in (("window", window), ("cu_seqlens", cu_seqlens)) if value is not None
@@ -85,4 +88,4 @@ def attention(
         raise RuntimeError(f"attention implementation {impl!r} is unavailable: {availability()[impl]}")
     if window is not None and window >= q.shape[-2]:  # every query sees all keys up to its own
         window = None
-    return IMPLEMENTATIONS[impl].call(q, k, v, is_causal, grouped, window, cu_seqlens)
+    return IMPLEMENTATIONS[impl].call(q, k, v, is_causal, grouped, window, cu_seqlens, max_seqlen)

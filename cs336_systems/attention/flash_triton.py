@@ -30,7 +30,9 @@ _has_storage = torch._C._has_storage
 # The low-level registration costs less per call than torch.library.custom_op.
 _library = torch.library.Library("cs336", "DEF")
 _HOW = "bool is_causal, int? window=None, Tensor? cu_seqlens=None"
-_library.define(f"flash_forward(Tensor q, Tensor k, Tensor v, {_HOW}) -> (Tensor, Tensor)")
+_library.define(
+    f"flash_forward(Tensor q, Tensor k, Tensor v, {_HOW}, SymInt? max_seqlen=None) -> (Tensor, Tensor)"
+)
 _library.define(
     f"flash_backward(Tensor q, Tensor k, Tensor v, Tensor o, Tensor logsumexp, Tensor grad_o, {_HOW})"
     " -> (Tensor, Tensor, Tensor)"
@@ -77,7 +79,7 @@ def _launcher(part, q, k, v, window=None, cu_seqlens=None):
 
 
 def _first_forward(q, k, v, o, logsumexp, is_causal, config, *seen):
-    first = _launcher("forward", q, k, v, *seen).first_forward
+    first = _launcher("forward", q, k, v, *seen[:2]).first_forward
     return first(q, k, v, o, logsumexp, is_causal, config, *seen)
 
 
@@ -86,10 +88,12 @@ def _first_backward(q, k, v, o, logsumexp, do, dq, dk, dv, is_causal, config, *s
     return first(q, k, v, o, logsumexp, do, dq, dk, dv, is_causal, config, *seen)
 
 
-def _launch_forward(q, k, v, is_causal, window=None, cu_seqlens=None):
+def _launch_forward(q, k, v, is_causal, window=None, cu_seqlens=None, max_seqlen=None):
     if INTERPRETED or not q.is_cuda:
         _require_interpreter(q)
     seen = () if window is None and cu_seqlens is None else (window, cu_seqlens)
+    if max_seqlen is not None:  # rounded up: a loop meets any number of longest documents
+        seen += (1 << (max_seqlen - 1).bit_length(),)
     return again.forward(_first_forward, q, k, v, is_causal, None, seen)
 
 
@@ -120,7 +124,7 @@ for _device in ("CUDA", "CPU"):
 
 
 @torch.library.register_fake("cs336::flash_forward", lib=_library)
-def _fake_forward(q, k, v, is_causal, window=None, cu_seqlens=None):
+def _fake_forward(q, k, v, is_causal, window=None, cu_seqlens=None, max_seqlen=None):
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -154,16 +158,18 @@ _register_flops()
 # ------------------------------------------------------------------------------------------------ autograd
 class FlashAttentionTriton(torch.autograd.Function):
     """FlashAttention-2 by the Triton kernels, or those for Hopper where they serve, as
-    `FlashAttentionTriton.apply(Q, K, V, is_causal, enable_gqa, window, cu_seqlens)`.
+    `FlashAttentionTriton.apply(Q, K, V, is_causal, enable_gqa, window, cu_seqlens, max_seqlen)`.
 
     Q: (..., n_q, d); K, V: (..., n_k, d); the same dtype (fp32, fp16 or bf16) and device, any strides; 16 ≤ d ≤ 256.
     enable_gqa: K and V may have fewer heads (see `attention`), which the operators tell by the shapes. window,
-    cu_seqlens: see `attention`, which checks them. Returns O (..., n_q, d) in Q's layout. Saves Q, K, V, O, the
-    logsumexp L (..., n_q), fp32, natural logarithm, and cu_seqlens. Errors: ValueError that names the mismatch.
+    cu_seqlens, max_seqlen: see `attention`, which checks them. Returns O (..., n_q, d) in Q's layout. Saves Q, K, V, O,
+    the logsumexp L (..., n_q), fp32, natural logarithm, and cu_seqlens. Errors: ValueError that names the mismatch.
     """
 
     @staticmethod
-    def forward(ctx, Q, K, V, is_causal=False, enable_gqa=False, window=None, cu_seqlens=None):
+    def forward(
+        ctx, Q, K, V, is_causal=False, enable_gqa=False, window=None, cu_seqlens=None, max_seqlen=None
+    ):
         Q, K, V = autocast_inputs(Q, K, V)
         check_inputs(Q, K, V, enable_gqa=enable_gqa)
         documents = () if cu_seqlens is None else (cu_seqlens,)
@@ -171,7 +177,7 @@ class FlashAttentionTriton(torch.autograd.Function):
         direct = Q.is_cuda and is_plain(Q, K, V, *documents)
         forward = _launch_forward if direct else torch.ops.cs336.flash_forward
         if Q.ndim == 4:  # views, even no-ops, take as long on the host as the rest of this function
-            o, logsumexp = forward(Q, K, V, is_causal, window, cu_seqlens)
+            o, logsumexp = forward(Q, K, V, is_causal, window, cu_seqlens, max_seqlen)
         else:
             o, logsumexp = forward(to_four_axes(Q), to_four_axes(K), to_four_axes(V), is_causal, window)
             o, logsumexp = o.view(Q.shape), logsumexp.view(Q.shape[:-1])
@@ -185,7 +191,7 @@ class FlashAttentionTriton(torch.autograd.Function):
         q, k, v, o, logsumexp, *documents = ctx.saved_tensors
         direct = q.is_cuda and is_plain(q, k, v, grad_o, *documents)
         backward = _launch_backward if direct else torch.ops.cs336.flash_backward
-        how, none = (ctx.is_causal, ctx.window, *documents), (None, None, None, None)
+        how, none = (ctx.is_causal, ctx.window, *documents), (None,) * 5
         if q.ndim == 4:
             return *backward(q, k, v, o, logsumexp, grad_o, *how), *none
         four = [to_four_axes(x) for x in (q, k, v, o)]
@@ -198,7 +204,7 @@ _apply_in_c = super(torch.autograd.Function, FlashAttentionTriton).apply
 
 def flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False, enable_gqa: bool = False,
-    window: int | None = None, cu_seqlens: torch.Tensor | None = None,
+    window: int | None = None, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`FlashAttentionTriton.apply` (shapes and errors there) for less of the host's time: past the layer in which torch
     finds out at each call that the class has no `setup_context`."""
@@ -207,5 +213,5 @@ def flash_attention(
         or torch._C._are_functorch_transforms_active()
         or not (_has_storage(q) and _has_storage(k) and _has_storage(v))  # one that has left its transform
     ):
-        return FlashAttentionTriton.apply(q, k, v, is_causal, enable_gqa, window, cu_seqlens)
-    return _apply_in_c(q, k, v, is_causal, enable_gqa, window, cu_seqlens)
+        return FlashAttentionTriton.apply(q, k, v, is_causal, enable_gqa, window, cu_seqlens, max_seqlen)
+    return _apply_in_c(q, k, v, is_causal, enable_gqa, window, cu_seqlens, max_seqlen)

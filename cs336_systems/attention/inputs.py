@@ -64,10 +64,12 @@ def _check_leading_axes(q: torch.Tensor, k: torch.Tensor, enable_gqa: bool) -> N
 
 
 def check_seen(
-    q: torch.Tensor, k: torch.Tensor, is_causal: bool, window: int | None, cu_seqlens: torch.Tensor | None
-) -> None:
-    """Raises ValueError unless a window and the ends of documents, None where there are none, fit q and k as
-    `attention` says. What cu_seqlens holds is looked at on the CPU only: a GPU would have to be waited for."""
+    q: torch.Tensor, k: torch.Tensor, is_causal: bool, window: int | None, cu_seqlens: torch.Tensor | None,
+    max_seqlen: int | None,
+) -> None:  # fmt: skip
+    """Raises ValueError unless a window, the ends of documents and the longest one's length, None where there are none,
+    fit q and k as `attention` says. What cu_seqlens holds is looked at on the CPU only: a GPU would have to be waited
+    for."""
     for name, value in (("window", window), ("cu_seqlens", cu_seqlens)):
         if value is not None and not is_causal:
             raise ValueError(f"{name} is given, and is_causal=False; {name} needs is_causal=True")
@@ -80,7 +82,13 @@ def check_seen(
         if q.shape[-2] >= k.shape[-2] + window:
             raise ValueError(f"{shapes}; with window={window} the last queries see no key")
     if cu_seqlens is None:
+        if max_seqlen is not None:
+            raise ValueError(f"max_seqlen is {max_seqlen!r}, and cu_seqlens is not given")
         return
+    if max_seqlen is not None and (
+        not isinstance(max_seqlen, int | torch.SymInt) or isinstance(max_seqlen, bool) or max_seqlen < 1
+    ):
+        raise ValueError(f"max_seqlen is {max_seqlen!r}; allowed: whole numbers from 1 on")
     if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dtype != torch.int32:
         found = cu_seqlens.dtype if isinstance(cu_seqlens, torch.Tensor) else repr(cu_seqlens)
         raise ValueError(f"cu_seqlens is {found}; expected a tensor of torch.int32")
@@ -91,7 +99,7 @@ def check_seen(
     if q.ndim != 4 or k.ndim != 4 or q.shape[0] != 1 or q.shape[2] != k.shape[2]:
         raise ValueError(f"{shapes}; with cu_seqlens both must be (1, heads, total, d)")
     if is_readable(cu_seqlens):
-        _check_ends(cu_seqlens, q.shape[2])
+        _check_ends(cu_seqlens, q.shape[2], max_seqlen)
 
 
 def is_plain(*tensors: torch.Tensor) -> bool:
@@ -108,14 +116,16 @@ def is_readable(x: torch.Tensor) -> bool:
     return is_plain(x) and x.is_cpu
 
 
-def _check_ends(cu_seqlens: torch.Tensor, total: int) -> None:
+def _check_ends(cu_seqlens: torch.Tensor, total: int, max_seqlen: int | None) -> None:
     first, last = cu_seqlens[0].item(), cu_seqlens[-1].item()
     if first != 0 or last != total:
         raise ValueError(f"cu_seqlens begins with {first} and ends with {last}; expected 0 and total={total}")
-    falls = cu_seqlens.diff() < 0
-    if falls.any():
-        i = int(falls.nonzero()[0])
+    lengths = cu_seqlens.diff()
+    if (lengths < 0).any():
+        i = int((lengths < 0).nonzero()[0])
         raise ValueError(f"cu_seqlens falls from {cu_seqlens[i]} to {cu_seqlens[i + 1]}; it must never fall")
+    if max_seqlen is not None and (longest := lengths.max()) > max_seqlen:
+        raise ValueError(f"max_seqlen is {max_seqlen}; a document has {longest} tokens")
 
 
 def repeated_heads(

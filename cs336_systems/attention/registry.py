@@ -23,9 +23,9 @@ FEATURES = {"enable_gqa": "grouped queries", "window": "sliding window", "cu_seq
 class Implementation:
     """An implementation of attention.
 
-    what: in a few words. call: (q, k, v, is_causal, enable_gqa, window, cu_seqlens) → o, for what `attention` has
-    checked; imports what it needs. reason: why this machine cannot run it; None where it can. features: those of
-    FEATURES that it serves.
+    what: in a few words. call: (q, k, v, is_causal, enable_gqa, window, cu_seqlens, max_seqlen) → o, for what
+    `attention` has checked; imports what it needs. reason: why this machine cannot run it; None where it can. features:
+    those of FEATURES that it serves.
     """
 
     what: str
@@ -34,10 +34,10 @@ class Implementation:
     features: tuple[str, ...] = tuple(FEATURES)
 
 
-def _flash_triton(q, k, v, is_causal, enable_gqa=False, window=None, cu_seqlens=None):
+def _flash_triton(q, k, v, is_causal, enable_gqa=False, *seen):
     from cs336_systems.attention.flash_triton import flash_attention
 
-    return flash_attention(q, k, v, is_causal, enable_gqa, window, cu_seqlens)
+    return flash_attention(q, k, v, is_causal, enable_gqa, *seen)
 
 
 def _flash_cuda(q, k, v, is_causal, *_):
@@ -53,7 +53,7 @@ def _flash_torch(q, k, v, is_causal, enable_gqa=False, *_, function="FlashAttent
     return getattr(flash_torch, function).apply(*repeated_heads(q, k, v, enable_gqa), is_causal)
 
 
-def _reference(q, k, v, is_causal, enable_gqa=False, window=None, cu_seqlens=None):
+def _reference(q, k, v, is_causal, enable_gqa=False, window=None, cu_seqlens=None, *_):
     from cs336_systems.attention.inputs import autocast_inputs, repeated_heads
     from cs336_systems.attention.reference import reference_attention
 
@@ -61,7 +61,7 @@ def _reference(q, k, v, is_causal, enable_gqa=False, window=None, cu_seqlens=Non
     return reference_attention(q, k, v, is_causal, window, cu_seqlens)
 
 
-def _sdpa(q, k, v, is_causal, enable_gqa=False, window=None, cu_seqlens=None):
+def _sdpa(q, k, v, is_causal, enable_gqa=False, window=None, cu_seqlens=None, *_):
     from torch.nn.functional import scaled_dot_product_attention
 
     from cs336_systems.attention.inputs import autocast_inputs, check_inputs

@@ -53,6 +53,9 @@ _L2_BYTES = 30 * 2**20  # that a section's tensors may take of the L2 cache (50 
 # queries up to which the backward kernel does without zeros to add to: the longer the rows, the less of the time goes
 # into zeros, and waiting for the programs of a head's first keys costs more
 UNZEROED = {64: 1024, 128: 2048}  # by the padded head dimension
+# the mean length of packed documents is at least the longest's over this: of lengths drawn at random most are far from
+# it, and small programs, which short ones want, lose less with long ones than large programs do with short ones
+OF_LONGEST = 8
 
 
 # ------------------------------------------------------------------------------------------------ who is served
@@ -128,6 +131,7 @@ def launch_forward(
 def first_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, is_causal: bool,
     config: Forward | None = None, window: int | None = None, cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
 ) -> Pass:  # fmt: skip
     """Launches the forward pass into `o` and `logsumexp`, as `again.forward` asks for it."""
     batch, heads, num_queries, head_dim = q.shape
@@ -135,7 +139,10 @@ def first_forward(
     sizes = batch * heads, num_queries, num_keys
     most, packed = window or num_keys, cu_seqlens is not None
     if packed:  # only the device knows where documents end: as if all were as long, and half of each was seen
-        most = min(most, triton.cdiv(num_keys, 2 * len(cu_seqlens) - 2))
+        mean = triton.cdiv(num_keys, len(cu_seqlens) - 1)
+        if max_seqlen is not None:  # the entries may be filled up
+            mean = max(mean, max_seqlen // OF_LONGEST)
+        most = min(most, triton.cdiv(mean, 2))
     config = config or forward_config(*sizes, head_dim, is_causal, multiprocessors, most)
     launches, scratch, bounds, window = first_bounds(cu_seqlens, q, window)
     limit = bounds.get("bounds", window)

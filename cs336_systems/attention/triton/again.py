@@ -22,8 +22,8 @@ from cs336_systems.attention.available import untried_triton
 # what launches a kernel, and all that it takes
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 Shape = tuple[int, ...]
-# window and cu_seqlens of `attention`, or () where it has neither
-Seen = tuple[()] | tuple[int | None, torch.Tensor | None]
+# window, cu_seqlens and, of a forward pass where given, max_seqlen of `attention`; () where it has none
+Seen = tuple[()] | tuple[int | None, torch.Tensor | None] | tuple[int | None, torch.Tensor, int]
 
 
 @dataclass(frozen=True)
@@ -150,11 +150,11 @@ def precision_of(dtype: torch.dtype) -> str:
 
 def _of(seen: Seen) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
     """What a pass depends on of what queries see, and the address of cu_seqlens, where given."""
-    window, cu_seqlens = seen
+    window, cu_seqlens, *longest = seen
     if cu_seqlens is None:
         return (window,), ()
     cu_at = cu_seqlens.data_ptr()
-    return (window, len(cu_seqlens), cu_at % 16), (cu_at,)
+    return (window, len(cu_seqlens), cu_at % 16, *longest), (cu_at,)
 
 
 def forward(
@@ -165,8 +165,8 @@ def forward(
 
     first: launches the pass as `first(q, k, v, o, logsumexp, is_causal, config, *seen)`, and returns it. It may depend
     on `config` (hashable), torch's precision for fp32, of q, k, v on dtype, device, shapes, strides and alignment, and
-    of `seen` on the window, and the length and alignment of cu_seqlens: the pass serves wherever these are the same.
-    With a hook that watches launches it is asked each time.
+    of `seen` on window, max_seqlen, and the length and alignment of cu_seqlens: the pass serves wherever these are the
+    same. With a hook that watches launches it is asked each time.
     """
     if _elsewhere(q):
         with torch.cuda.device(q.device):

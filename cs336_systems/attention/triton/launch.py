@@ -163,9 +163,9 @@ def launch_forward(
 def first_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, is_causal: bool,
     config: tuple[Tiles | None, int | None] | None = None, window: int | None = None,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None,
 ) -> Pass:  # fmt: skip
-    """Launches the forward pass into `o` and `logsumexp`, as `again.forward` asks for it."""
+    """Launches the forward pass into `o` and `logsumexp`, as `again.forward` asks for it, whatever `max_seqlen`."""
     tiles, splits = config or (None, None)
     splits = splits or (1 if is_causal else splits_for(q, k))
     if splits == 1:
