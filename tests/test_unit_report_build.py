@@ -304,6 +304,7 @@ def test_what_the_gpu_tests_said(results_root):
         "failed": 1,
         "skipped": 2,
         "day": "2025-03-04",
+        "files": 2,
         "earlier": 1,
     }
     assert found == expected
