@@ -17,6 +17,7 @@ from cs336_systems.chapters.hardware.roofs import Roofs
 from cs336_systems.chapters.shared import steps
 from cs336_systems.chapters.shared.steps import Case
 from cs336_systems.cli import main as cli
+from cs336_systems.measure.clocks import steps as clocked
 from cs336_systems.measure.clocks import turns
 from cs336_systems.measure.clocks.turns import each
 from cs336_systems.measure.memory.memory import _marked
@@ -95,6 +96,25 @@ def test_out_of_memory_is_a_row_and_the_others_run(monkeypatch):
     cases = [case(mode=m, dtype=d) for m in ("forward_backward", "train_step") for d in ("bf16", "fp32")]
     found = list(steps.run_group(cases))
     assert [f.get("status") for f in found] == ["oom", None, "oom", None]
+
+
+def test_a_step_whose_first_one_is_long_is_timed_as_a_whole_like_its_twin(monkeypatch):
+    from cs336_systems.chapters.shared.step import Step
+
+    now, forward, slow, ran = [0.0], Step.forward, [2.0], []  # seconds: of loading libraries, once
+
+    def counted(self):
+        now[0] += slow.pop() if slow else 0.001
+        forward(self)
+        ran.append(self)
+
+    monkeypatch.setattr(Step, "forward", counted)
+    monkeypatch.setattr(clocked.time, "perf_counter", lambda: now[0])
+    runs = [case(mode="forward_backward", repeat=n) for n in (0, 1)]
+    first, again = steps.run_group(runs)
+    assert (first["first_step_ms"], again["first_step_ms"]) == pytest.approx((2000, 1))
+    by_case = [ran.count(step) for step in dict.fromkeys(ran)]
+    assert by_case[0] == by_case[1] + 1  # by phases and as a whole, both of them
 
 
 def test_memory_that_runs_out_only_in_turns_sends_each_alone(monkeypatch):

@@ -81,6 +81,13 @@ def test_a_group_fills_its_columns_and_is_right(quick, dtype, bound):
 
 
 @without_gpu
+def test_a_peak_is_of_the_inputs_and_a_call_alone(quick, monkeypatch):
+    monkeypatch.setattr(flash_bench, "peak_gib", lambda call, given: sum(x.nbytes for x in given))
+    [metrics] = flash_bench.run_group(group(impls=("reference",)))
+    assert metrics["peak_gib"] == 4 * 128 * 32 * 2  # q, k, v, dO
+
+
+@without_gpu
 def test_the_kernels_behind_ours_are_named(monkeypatch):
     pytest.importorskip("triton")
     build = peers.build

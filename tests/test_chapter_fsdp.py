@@ -71,6 +71,7 @@ def test_exposed_is_what_runs_alone_by_the_phase_in_which_it_does():
     million = 1_000_000
     spans = [  # start, end, launched, stream; a cast of a message is no compute
         ("gemm", 20, 40, 1, 7), (gather, 10, 20, 2, 8), (gather, 30, 40, 3, 8), (gather, 36, 50, 4, 8),
+        (gather, 39, 48, 11, 8),  # the first of backward
         ("copy_kernel", 40, 50, 4, 9), ("gemm", 50, 60, 11, 7), (scatter, 55, 70, 12, 10), ("gemm", 80, 90, 30, 7),
         (scatter, 85, 95, 31, 10),
     ]  # fmt: skip

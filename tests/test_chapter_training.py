@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -178,6 +179,24 @@ def test_a_pass_that_runs_out_is_a_row_and_the_other_one_is_timed(monkeypatch):
     assert first["status"] == "oom" and first["failed_in"] == "backward"
     assert first["forward_ms_p50"] > 0 and "both_ms_p50" not in first
     assert "status" not in second and "failed_in" not in second and again["both_ms_p50"] > 0
+
+
+@pytest.mark.parametrize(("part", "failed_in"), [("forward", "forward"), ("both", "backward")])
+def test_memory_that_runs_out_in_a_turn_is_one_cases_row(monkeypatch, part, failed_in):
+    turn = training_sweep._turn
+
+    @contextlib.contextmanager
+    def crowded(case, device, which):
+        if (case.attention, which) == ("reference", part):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        with turn(case, device, which) as phases:
+            yield phases
+
+    monkeypatch.setattr(training_sweep, "_turn", crowded)
+    cases = training_sweep.cases_of([(16, 8)], ("reference", "sdpa"), heads=2, batch=1, dtype="fp32")
+    full, *others = training_sweep.run_group(cases)
+    assert (full["status"], full["failed_in"]) == ("oom", failed_in) and "both_ms_p50" not in full
+    assert all("status" not in metrics and metrics["both_ms_p50"] > 0 for metrics in others)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

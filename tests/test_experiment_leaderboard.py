@@ -243,10 +243,11 @@ def test_rows_of_times_hold_their_columns(part):
 
 @without_gpu
 @pytest.mark.parametrize("leaves", ["stacked", "separate"])
-def test_the_harness_is_the_handouts(leaves):
+def test_the_harness_is_the_handouts(leaves, monkeypatch):
     """A sum's gradient, checked against fp64; gradients pile up in one leaf, or are dropped from three."""
     [case] = small(leaderboard.TABLE, "reference", leaves=leaves)
     data = peers.data_of(case, "cpu", "number")
+    monkeypatch.setattr(leaderboard, "peak_gib", lambda step, given: sum(x.nbytes for x in given))
 
     def exact():
         from cs336_systems.attention.reference import exact_attention
@@ -255,6 +256,8 @@ def test_the_harness_is_the_handouts(leaves):
 
     candidate = Candidate(case)
     call, grads = leaderboard.prepare(candidate, data, exact)
+    kept = {"stacked": 2, "separate": 1}[leaves]  # the inputs, and what a call adds its gradients to
+    assert candidate.metrics["peak_gib"] == kept * 3 * data[0].nbytes
     assert candidate.metrics["error_grads"] < 1e-2
     assert len(grads) == (3 if leaves == "separate" else 0)
     for x, y in zip(grads, exact()[1:], strict=False):

@@ -155,10 +155,14 @@ def test_what_a_step_does_not_take_is_named():
         (x, False, "is_causal=False"),
         (torch.zeros(1, 1, 100, 16), True, "length 100; it must be a multiple of 64"),
         (torch.zeros(1, 1, 128, 80), True, "head dimension 80; allowed: powers of two"),
-        (torch.zeros(1, 128, 2, 16).transpose(1, 2), True, "expected a contiguous tensor"),
+        (torch.zeros(1, 128, 2, 16).transpose(1, 2), True, "expected contiguous tensors"),
     ):
         with pytest.raises(ValueError, match=said):
             launch_forward(given, given, given, is_causal, config)
+    for other in (x.mT.contiguous().mT, x[:, :, :64], x.expand(1, 2, 128, 16)):  # keys or values alone
+        for k, v in ((other, x), (x, other)):
+            with pytest.raises(ValueError, match=r"expected contiguous tensors .* \(1, 1, 128, 16\)"):
+                launch_forward(x, k, v, True, config)
     with pytest.raises(ValueError, match="key_tiles=None"):
         launch_backward(x, x, x, x, x[..., 0], x, True, config)
 

@@ -177,6 +177,19 @@ def test_memory_from_before_the_recording_is_a_base():
     assert peak(timeline(snapshot)).by_category == {"before recording": 1300, "activations": 50}
 
 
+def test_what_comes_before_the_first_stage_is_of_none():
+    gpu = FakeAllocator()
+    early, passing = gpu.alloc(60), gpu.alloc(20)
+    gpu.free(passing)
+    gpu.mark("optimizer")
+    gpu.alloc(100)
+    gpu.free(early)
+    found = timeline(gpu.replayed())
+    assert found.stages[0].peak.by_category == {"optimizer state": 100, "other": 60}
+    assert found.bytes["temporaries"][found.events.index(2)] == 20
+    assert timeline(FakeAllocator().replayed()).stages == ()  # nor of any where there is none
+
+
 def test_a_full_ring_buffer_is_refused(monkeypatch):
     gpu = training_step()
     monkeypatch.setattr(memory, "MAX_ENTRIES", len(gpu.trace) + 1)

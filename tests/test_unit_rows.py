@@ -18,7 +18,7 @@ import pytest
 from cs336_systems.cli import bench
 from cs336_systems.store import files, measuring, provenance, rows
 from cs336_systems.store.process import ChildError
-from cs336_systems.store.status import Skip
+from cs336_systems.store.status import Skip, loses_context
 
 FAKE = """
 from dataclasses import dataclass
@@ -460,6 +460,12 @@ def test_a_lost_context_ends_the_run_and_comes_last_in_the_next(fake, root):
     with pytest.raises(measuring.MeasurementError, match="ended in an error"):
         measure(fake, root)
     assert len(rows.read(fake, "cpu-test", root)) == 6
+
+
+def test_what_no_graph_captures_leaves_the_context():
+    error = type("AcceleratorError", (RuntimeError,), {})
+    assert loses_context(error("CUDA error: unspecified launch failure"))
+    assert not loses_context(error("CUDA error: operation not permitted when stream is capturing"))
 
 
 def test_an_interrupt_is_no_row(fake, root):

@@ -161,7 +161,7 @@ def test_a_kernel_belongs_to_the_ranges_open_at_its_launch(tmp_path):
 def test_a_range_without_kernels_is_empty():
     trace = Trace("nsys", (), (Range("wait", 0, 10, 1, 1),))
     assert kernel_table(trace, "wait") == []
-    [empty] = usage(trace, "wait")
+    empty = usage(trace, "wait")
     assert empty.host_ms == 10e-6 and empty.busy_ms == empty.idle_ms == empty.kernels == 0
     with pytest.raises(ValueError, match="no range 'x'; allowed: none was recorded"):
         usage(Trace("nsys", (), ()), "x")
@@ -221,18 +221,28 @@ def test_ownership_and_usage_as_the_rules_say(seed):
             outer = trace.ranges[parent]
             assert outer.start_ns <= mine.start_ns and mine.end_ns <= outer.end_ns
             assert (outer.process, outer.thread) == (mine.process, mine.thread) and parent < i
-        found, use = [trace.kernels[k] for k in owned], usage(trace, trace.paths[i])
-        use = use[trace.find(trace.paths[i]).index(i)]
-        assert use.kernels == len(found) and use.host_ms == (mine.end_ns - mine.start_ns) / 1e6
-        if found:
-            first, last = min(k.launched_ns for k in found), max(k.end_ns for k in found)
-            devices = {k.device for k in found}
-            running = {t for k in trace.kernels if k.device in devices for t in range(k.start_ns, k.end_ns)}
-            busy = {t for k in found for t in range(k.start_ns, k.end_ns)}
-            last = max(first, last)
-            idle = last - first - len({t for t in running if first <= t < last})
-            assert (use.busy_ms, use.idle_ms) == pytest.approx((len(busy) / 1e6, idle / 1e6))
-            assert use.kernel_ms == pytest.approx(sum(k.end_ns - k.start_ns for k in found) / 1e6)
+    for name in set(trace.paths) | {mine.name for mine in trace.ranges}:
+        use, all_of_them = usage(trace, name), [trace.ranges[i] for i in trace.find(name)]
+        owned = [[k for k in trace.kernels if plainly_owned(trace, mine, k)] for mine in all_of_them]
+        found = {id(k): k for kernels in owned for k in kernels}.values()
+        devices = {k.device for k in found}
+        running = {t for k in trace.kernels if k.device in devices for t in range(k.start_ns, k.end_ns)}
+        busy = {t for k in found for t in range(k.start_ns, k.end_ns)}
+        due = {
+            t for kernels in owned if kernels
+            for t in range(min(k.launched_ns for k in kernels), max(k.end_ns for k in kernels))
+        }  # fmt: skip
+        kernel_ns, host_ns = (sum(x.end_ns - x.start_ns for x in one) for one in (found, all_of_them))
+        assert use.kernels == len(found) == sum(one.calls for one in kernel_table(trace, name))
+        told = (use.host_ms, use.kernel_ms, use.busy_ms, use.idle_ms)
+        assert told == pytest.approx([ns / 1e6 for ns in (host_ns, kernel_ns, len(busy), len(due - running))])
+
+
+def test_time_counts_once_in_which_the_kernels_of_two_occurrences_are_due():
+    layers = [Range("softmax", t, t + 2, 1, 1) for t in (0, 10, 20)]
+    late = [Kernel(SOFT, 90 + 2 * i, 91 + 2 * i, 0, 7, r.start_ns, 1, 1) for i, r in enumerate(layers)]
+    use = usage(Trace("nsys", tuple(late), tuple(layers)), "softmax")
+    assert (use.kernels, use.busy_ms, use.idle_ms) == pytest.approx((3, 3e-6, 92e-6))
 
 
 def test_the_union_of_intervals():
@@ -366,7 +376,7 @@ def test_operators_have_the_time_of_their_own(tmp_path):
         "aten::linear": 20_000, "aten::addmm": 75_000, "aten::copy_": 5_000, "aten::relu": 50_000,
         "aten::mm": 60_000, "aten::t": 10_002,
     }  # fmt: skip
-    [use] = usage(trace, "f")
+    use = usage(trace, "f")
     assert use.kernel_ms == pytest.approx(0.220002) and use.busy_ms == pytest.approx(0.15)
     step = condense(trace, "f")
     assert [stream.label for stream in step.streams] == ["CPU thread 0", "CPU thread 1"]
@@ -415,10 +425,8 @@ def test_recording_with_torch_for_real(tmp_path):
     backward = calls(trace, "backward")
     assert backward["aten::mm"] == 3 and backward["aten::_softmax_backward_data"] == 3
     assert calls(trace, "optimizer")["aten::addcdiv_"] == 6  # weight and bias
-    for use in usage(trace, "step"):
-        assert (
-            0 < use.kernel_ms <= use.host_ms and 0 < use.busy_ms <= use.busy_ms + use.idle_ms <= use.host_ms
-        )
+    use = usage(trace, "step")
+    assert 0 < use.kernel_ms <= use.host_ms and 0 < use.busy_ms <= use.busy_ms + use.idle_ms <= use.host_ms
     with pytest.raises(ZeroDivisionError):
         record_torch(lambda: 1 / 0)
 
@@ -476,6 +484,8 @@ NAMES = [
     ("Memcpy HtoD (Pageable -> Device)", "memcpy/memset", "memcpy HtoD"),
     ("[CUDA memset]", "memcpy/memset", "memset"), ("Memset (Device)", "memcpy/memset", "memset"),
     ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<(unsigned long)4096>)", "communication", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL"),  # noqa: E501
+    ("ncclSymkDevKernel_AllReduce_RSxLD_AGxST_sum_f32(ncclSymkDevWorkArgs4K)", "communication", "ncclSymkDevKernel_AllReduce_RSxLD_AGxST_sum_f32"),  # noqa: E501
+    ("void at_cuda_detail::cub::DeviceScanKernel<at_cuda_detail::cub::DeviceScanPolicy<int>>(int)", "reduction", "DeviceScanKernel"),  # noqa: E501
     ("_rotary_tail_kernel", "other", "_rotary_tail_kernel"), ("[CUDA graph]", "other", "[CUDA graph]"),
     ("aten::mm", "matrix product", "aten::mm"),
     ("aten::_softmax_backward_data", "softmax", "aten::_softmax_backward_data"),
@@ -766,10 +776,10 @@ def test_every_class_is_of_one_group(drawn):
 
 def test_a_step_opens_in_perfetto():
     ranges = (condensed.HostRange("step", 0, 0, 9_000), condensed.HostRange("forward", 1, 1_000, 4_000))
-    step = condensed.Step(
-        "nsys", "step", 9_000, ranges, (condensed.Stream("stream 7", (2_000,), (5_000,), (0,)),)
-    )
+    streams = tuple(condensed.Stream("stream 7", (start,), (5_000,), (0,)) for start in (2_000, 3_000))
+    step = condensed.Step("nsys", "step", 9_000, ranges, streams)  # of two devices
     events = json.loads(json.dumps(step.to_chrome()))["traceEvents"]
-    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["host", "stream 7"]
+    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["host", "stream 7", "stream 7"]
     spans = [(e["name"], e["ts"], e["dur"], e["tid"]) for e in events if e["ph"] == "X"]
-    assert spans == [("step", 0, 9, 0), ("forward", 1, 4, 0), (kernels.CLASSES[0], 2, 5, 1)]
+    of_host = [("step", 0, 9, 0), ("forward", 1, 4, 0)]
+    assert spans == [*of_host, (kernels.CLASSES[0], 2, 5, 1), (kernels.CLASSES[0], 3, 5, 2)]

@@ -54,6 +54,17 @@ def test_gaps_too_short_to_see_are_closed():
     assert step.compute == ((1 * MS, 19 * MS),) and step.compute_ms == pytest.approx(18.98)
 
 
+def test_a_phase_that_comes_twice_is_both():
+    halves = [Range("backward", t * MS, (t + 5) * MS, 1, 1) for t in (15, 20)]
+    all_ranges = [*(r for r in ranges() if r.name != "backward"), *halves]
+    kernels = (
+        kernel("gemm", 20, 30, 16), kernel(NCCL, 25, 45, 17, stream=20), kernel("gemm", 35, 40, 21),
+    )  # fmt: skip
+    [step] = overlap(Trace("nsys", kernels, tuple(all_ranges)), "step", PHASES)
+    assert step.backward_overlap_ms == step.overlap_ms == 10
+    assert step.phases == (("backward", 10 * MS, 20 * MS),)
+
+
 def test_nothing_sent_overlaps_nothing():
     kernels = tuple(k for k in trace().kernels if k.name != NCCL)
     [step] = overlap(Trace("nsys", kernels, tuple(ranges())), "step", PHASES)

@@ -162,6 +162,18 @@ def test_slow_functions_are_called_seldom(monkeypatch, clock):
     assert len(found["fast"].ms("")) == calls.MAX_CALLS
 
 
+def test_what_a_turn_holds_is_gone_when_the_next_one_is_made():
+    alive = weakref.WeakSet()
+
+    @contextlib.contextmanager
+    def turn():
+        assert not alive
+        alive.add(held := Candidate("something large"))
+        yield {"step": lambda: held}
+
+    take_turns({"a": turn, "b": turn}, Steps("cpu", warmup=0, steps=2))
+
+
 def test_gradients_are_dropped_before_each_call():
     x, seen = torch.ones(3, requires_grad=True), []
 
@@ -233,6 +245,60 @@ def test_without_a_gpu():
         pass
     assert medians([watch]) == {"sm_mhz": None, "power_w": None} == Samples().clocks()
     assert watch.why == "needs a CUDA device"
+
+
+def test_a_peak_is_that_of_the_call_and_of_what_it_is_given(monkeypatch):
+    now, peak = [10_000], [99_999]  # bytes: what others hold, too
+
+    def call():
+        peak[0] = max(peak[0], now[0] + 300)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peak.__setitem__(0, now[0]))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak[0])
+    x, y = torch.empty(2, 25)  # of one storage
+    for more in (0, 64 * 2**20):  # workspaces of cuBLAS that came meanwhile
+        now[0] += more
+        assert peak_gib(call) * 2**30 == now[0] + 300
+        assert peak_gib(call, [x, y]) * 2**30 == 200 + 300
+
+
+class FakeGraph:
+    """As much of a CUDA graph as `captured` uses, of calls that wait for nothing."""
+
+    def capture_begin(self):
+        pass
+
+    def capture_end(self):
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def test_captures_share_a_stream_and_say_what_went_wrong(monkeypatch):
+    class Stream:
+        def wait_stream(self, other):
+            pass
+
+    streams, called = [], []
+
+    def fn():
+        called.append(1)
+        if len(called) % 4 == 0:  # the first one that is captured
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: streams.append(Stream()) or streams[-1])
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(calls, "_side_stream", functools.cache(calls._side_stream.__wrapped__))
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            captured(fn)
+    assert len(streams) == 1 and len(called) == 8
 
 
 class FakeNvml:
@@ -319,3 +385,9 @@ def test_on_a_gpu():
     del replay
     assert known() is None
     assert peak_gib(square) >= 2 * 512 * 512 * 4 / 2**30
+    alone, before = peak_gib(square, [a]), torch.cuda.memory_allocated()
+    assert alone == 2 * 512 * 512 * 4 / 2**30
+    captured(square, calls=1)  # whose stream has no workspaces of cuBLAS yet, perhaps
+    held = torch.cuda.memory_allocated()
+    captured(square, calls=1)
+    assert peak_gib(square, [a]) == alone and torch.cuda.memory_allocated() == held >= before

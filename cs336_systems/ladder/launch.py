@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +20,15 @@ _MAX_ELEMENTS = 2**31  # addresses are 32-bit offsets
 _ROWS = 64  # of a program of the small kernels
 
 
-def _check(x: torch.Tensor, *tiles: Tiles) -> tuple[int, int, int]:
-    """(batch · heads, n, d) of a tensor (batch, heads, n, d) that the ladder's kernels take; ValueError otherwise."""
-    batch, heads, n, d = x.shape
-    if not x.is_contiguous() or x.numel() >= _MAX_ELEMENTS:
-        raise ValueError(
-            f"strides {x.stride()} of shape {tuple(x.shape)}; expected a contiguous tensor below 2^31"
-        )
+def _check(tensors: Sequence[torch.Tensor], *tiles: Tiles) -> tuple[int, int, int]:
+    """(batch · heads, n, d) of tensors (batch, heads, n, d) that the ladder's kernels take; ValueError otherwise."""
+    batch, heads, n, d = shape = tensors[0].shape
+    for x in tensors:
+        if x.shape != shape or not x.is_contiguous() or x.numel() >= _MAX_ELEMENTS:
+            raise ValueError(
+                f"strides {x.stride()} of shape {tuple(x.shape)}; expected contiguous tensors below 2^31, all of shape "
+                f"{tuple(shape)}"
+            )
     if d & (d - 1) or d < 16:
         raise ValueError(f"head dimension {d}; allowed: powers of two from 16 on")
     for size in (_ROWS, *(size for t in tiles for size in (t.block_m, t.block_n))):
@@ -46,7 +48,7 @@ def launch_forward(
     of the tiles, d a power of two. ValueError for others, and without a causal mask."""
     _only_causal(is_causal)
     tiles = config.tiles
-    batch_heads, n, d = _check(q, tiles)
+    batch_heads, n, d = _check((q, k, v), tiles)
     o, logsumexp = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
     operands = [q, k, v, o]
     if config.tma:
@@ -75,9 +77,7 @@ def launch_backward(
     tiles, key_tiles = config.tiles, config.key_tiles
     if key_tiles is None:
         raise ValueError("key_tiles=None; the backward pass needs tiles for the keys")
-    batch_heads, n, d = _check(q, tiles, key_tiles)
-    for x in (k, v, o, do):
-        _check(x, tiles, key_tiles)
+    batch_heads, n, d = _check((q, k, v, o, do), tiles, key_tiles)
     dq, dk, dv, delta = (torch.empty_like(x) for x in (q, k, v, logsumexp))
     scale, all_rows = d**-0.5, batch_heads * n // _ROWS
     switches = dict(

@@ -63,10 +63,13 @@ def comparable(precision: str = "highest") -> Iterator[str]:
         torch.set_float32_matmul_precision(before)
 
 
-def peak_gib(fn: Callable[[], Any]) -> float | None:
-    """The most memory (GiB) that torch's allocator held in tensors at any moment of one call of `fn`.
+def peak_gib(fn: Callable[[], Any], given: Iterable[torch.Tensor] | None = None) -> float | None:
+    """The most memory (GiB) that torch's allocator held at any moment of one call of `fn`, not its first.
 
-    Absolute: what was allocated before the call counts. None without a CUDA device (`fn` is not called then).
+    given: the tensors, none of them overlapping another, that count of what was allocated before the call; None: all
+        of it. What others hold, and cuBLAS's workspaces, would make the same call need more the later its turn comes.
+
+    None without a CUDA device (`fn` is not called then).
     """
     import torch
 
@@ -74,9 +77,10 @@ def peak_gib(fn: Callable[[], Any]) -> float | None:
         return None
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
+    others = 0 if given is None else torch.cuda.memory_allocated() - sum(x.nbytes for x in given)
     fn()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() / 2**30
+    return (torch.cuda.max_memory_allocated() - others) / 2**30
 
 
 class Watch:

@@ -52,7 +52,8 @@ def loses_context(error: Exception) -> bool:
         return False
     words = ("illegal memory access", "misaligned address", "illegal instruction", "device-side assert")
     fatal = type(error).__name__ == "AcceleratorError" or any(word in str(error) for word in words)
-    return fatal and not _out_of_memory(error)
+    # what cannot be captured in a CUDA graph only ends the capture
+    return fatal and not _out_of_memory(error) and "captur" not in str(error)
 
 
 @contextmanager

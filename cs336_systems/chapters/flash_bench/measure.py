@@ -45,7 +45,7 @@ METRICS = (
     *(column for part in PARTS for column in columns(part)),
     *(f"{part}_tflops" for part in PARTS),
     *(f"{part}_{what}" for what in ("gpu_ms", "host_us") for part in ("forward", "backward")),
-    "peak_gib",
+    "peak_gib",  # of both passes: what is allocated in a call, and q, k, v, dO
     "error_out",
     "error_grads",
     "backend",
@@ -201,7 +201,7 @@ def _measured(cases: list[Case], device: str) -> list[dict[str, Any]]:
             attention.backward()
             attention.backward()  # the timed backward pass keeps its graph: does this one allow it?
             attention.forget()
-            candidate.metrics["peak_gib"] = peak_gib(attention.end_to_end)
+            candidate.metrics["peak_gib"] = peak_gib(attention.end_to_end, [*inputs, grad_o])
         finally:
             attention.forget()
 

@@ -223,19 +223,20 @@ def trace_on_a_rank(rank: Rank, cases: list[dict[str, Any]]) -> list[dict[str, A
 
 def exposed(trace: Trace, step: int) -> dict[str, float]:
     """A step, the range of this index: for how long communication ran, and for how long it alone did, in all, and up to
-    the last kernel of forward, from there to the last of backward, and after it. In ms; gathers in forward are counted.
+    the last kernel of forward, from there to the last of backward, and after it. In ms; the gathers that forward asks
+    for are counted.
 
     A kernel that communicates spins while it waits for the other ranks; that is part of its time.
     """
     whole = trace.ranges[step]
     sent, computed = _lanes(trace, step)
-    ends = [whole.start_ns]
-    for i, inner in enumerate(trace.ranges):
-        if trace.parents[i] == step and inner.name in ("forward", "backward"):
-            ends.append(max([ends[-1], *(end for _, end in _lanes(trace, i)[1])]))
+    ends, phases = [whole.start_ns], [i for i, parent in enumerate(trace.parents) if parent == step]
+    for i in (i for i in phases if trace.ranges[i].name in ("forward", "backward")):
+        ends.append(max([ends[-1], *(end for _, end in _lanes(trace, i)[1])]))
     end = max([whole.end_ns, *(end for _, end in (*sent, *computed))])
     alone = [_alone_ns(sent, computed, a, b) / 1e6 for a, b in zip(ends, [*ends[1:], end], strict=True)]
-    gathers = [span for span in _lanes(trace, step, "AllGather")[0] if span[0] < ends[1]]
+    [forward] = (i for i in phases if trace.ranges[i].name == "forward")
+    gathers = _lanes(trace, forward, "AllGather")[0]
     late = [_alone_ns([(a, b)], computed, a, b) > _LATE_NS for a, b in gathers]
     return {
         "traced_ms": (end - whole.start_ns) / 1e6,

@@ -237,8 +237,8 @@ def _row(case: Case, said: dict[str, Any], recorded: events.Trace) -> dict[str, 
     if status := said["status"].get(case.range):
         return {"status": status}
     count, path = said["steps"], RANGES[case.range]
-    each: Callable[[str], float] = lambda field: sum(getattr(u, field) for u in used) / count
     used = events.usage(recorded, path)
+    each: Callable[[str], float] = lambda field: getattr(used, field) / count
     table = events.kernel_table(recorded, path)
     sums = dict.fromkeys(kernels.CLASSES, 0.0)
     for use in table:

@@ -14,18 +14,21 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cs336_systems.chapters.shared import attention_peers as peers
 from cs336_systems.chapters.shared import depends
 from cs336_systems.chapters.shared.memory_cap import capped
 from cs336_systems.measure.clocks.calls import Calls
 from cs336_systems.measure.clocks.steps import Steps
-from cs336_systems.measure.clocks.turns import Candidate, Phases, columns, prepared, take_turns
+from cs336_systems.measure.clocks.turns import Candidate, Phases, columns, prepared, time_together
 from cs336_systems.measure.device import comparable, default_device, give_back, peak_gib, torch_dtype
 from cs336_systems.store import numbers
 from cs336_systems.store.status import oom_is_a_row
 from cs336_systems.store.table import Table
+
+if TYPE_CHECKING:
+    import torch
 
 DEPENDS = (
     *depends.PLAIN,
@@ -39,7 +42,7 @@ GROUP = ("head_dim", "heads", "batch", "dtype", "cap_gib")
 PARTS = ("forward", "both")
 METRICS = (
     *(column for part in PARTS for column in columns(part)),
-    "forward_peak_gib", "peak_gib",  # of tensors: of forward alone, and of both passes
+    "forward_peak_gib", "peak_gib",  # of the pass's own tensors: of forward alone, and of both passes
     "failed_in",  # the pass that failed: of a case that runs out in backward, forward is timed all the same
 )  # fmt: skip
 TIERS = ((128, 64), (256, 128), (512, 256), (1024, 512), (2048, 1024))
@@ -129,51 +132,62 @@ def run_group(cases: Sequence[Case], warmup: int = 5, iters: int = 0) -> list[di
     return [dict(shared) for _ in cases]
 
 
-@contextmanager
-def _turn(case: Case, device: str, part: str = "") -> Iterator[Phases]:
-    """PARTS, or one of them, on tensors that last as long as the block: so the shapes do not share memory."""
+def _tensors(case: Case, device: str) -> list[torch.Tensor]:
+    """Q, K, V, which want gradients, and dO: (batch, heads, n, head_dim) each."""
     import torch
 
-    impl = peers.build(case.attention, False, device, case.num_keys)
     generator = torch.Generator(device).manual_seed(case.num_queries + case.num_keys)
     lengths = (case.num_queries, case.num_keys, case.num_keys, case.num_queries)
     make = functools.partial(torch.randn, generator=generator, device=device, dtype=torch_dtype(case.dtype))
     *leaves, grad = (make((case.batch, case.heads, n, case.head_dim)) for n in lengths)
-    for leaf in leaves:
-        leaf.requires_grad_()
+    return [*(leaf.requires_grad_() for leaf in leaves), grad]
+
+
+def _phases(case: Case, device: str, tensors: list[torch.Tensor]) -> Phases:
+    """PARTS."""
+    import torch
+
+    impl = peers.build(case.attention, False, device, case.num_keys)
+    *leaves, grad = tensors
     forward = lambda: impl.apply(*leaves)
-    both = lambda: torch.autograd.grad(forward(), leaves, grad)
-    phases = {"forward": forward, "both": both}
-    yield {part: phases[part]} if part else phases
+    return {"forward": forward, "both": lambda: torch.autograd.grad(forward(), leaves, grad)}
+
+
+@contextmanager
+def _turn(case: Case, device: str, part: str) -> Iterator[Phases]:
+    """One of PARTS, on tensors that last as long as the block: so the shapes do not share memory."""
+    phases = _phases(case, device, _tensors(case, device))
+    yield {part: phases[part]}
 
 
 def _try_out(candidate: Candidate, device: str) -> None:
     """Tries both passes; notes their memory, or where it was not enough."""
-    metrics = candidate.metrics
-    with _turn(candidate.case, device) as phases:
-        metrics["failed_in"] = "forward"
-        phases["forward"]()  # compiles
-        metrics["forward_peak_gib"] = peak_gib(phases["forward"])
-        metrics["failed_in"] = "backward"
-        phases["both"]()
-        metrics["peak_gib"] = peak_gib(phases["both"])
-    del metrics["failed_in"]
+    metrics, tensors = candidate.metrics, _tensors(candidate.case, device)
+    phases = _phases(candidate.case, device, tensors)
+    metrics["failed_in"] = "forward"
+    phases["forward"]()  # compiles
+    metrics["forward_peak_gib"] = peak_gib(phases["forward"], tensors)
+    metrics["failed_in"] = "backward"
+    phases["both"]()
+    metrics["peak_gib"] = peak_gib(phases["both"], tensors)
+    del metrics["failed_in"], phases, tensors
     give_back(device)
 
 
 def _time(candidates: Sequence[Candidate], device: str, warmup: int, iters: int) -> None:
     """Times forward of the cases, and then both passes, as far as they run."""
-    for part, runs in (("forward", ("backward", None)), ("both", (None,))):
-        ready = {
-            place: functools.partial(_turn, candidate.case, device, part)
-            for place, candidate in enumerate(candidates)
+    for part, fails_in, runs in (("forward", "forward", ("backward", None)), ("both", "backward", (None,))):
+        ready = [
+            Candidate(candidate, phases=functools.partial(_turn, candidate.case, device, part))
+            for candidate in candidates
             if candidate.metrics.get("failed_in") in runs and "forward_peak_gib" in candidate.metrics
-        }
+        ]
         clock: Any = Calls(device, num_rounds=ROUNDS, warmup_ms=WARMUP_MS, rep_ms=REP_MS, watched=False)
         if iters:
             clock = Steps(device, warmup=warmup, steps=iters, num_rounds=ROUNDS)
-        for place, samples in take_turns(ready, clock).items():
-            candidates[place].metrics |= samples.row(part)
+        time_together(ready, clock, lambda: give_back(device))
+        for one in ready:  # memory that sufficed before may not beside the buffer that flushes the cache
+            one.case.metrics |= one.samples.row(part) if one.ok else one.metrics | {"failed_in": fails_in}
 
 
 TABLE = Table(

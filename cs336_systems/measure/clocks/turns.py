@@ -134,6 +134,7 @@ def take_turns(
                 if measured := clock.turn(phases, turn, rounds, found):
                     found.turns.append(measured[0])
                     found.watches.append(measured[1])
+            del entered, phases  # or what they hold is there while the next candidate's is made
     return samples
 
 

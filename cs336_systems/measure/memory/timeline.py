@@ -7,7 +7,7 @@ Each allocation has a category, by the kind of the stage in which it was made an
     forward, loss        temporaries                   activations: saved for the backward pass, or the outputs
     backward             temporaries                   gradients
     optimizer            temporaries                   optimizer state
-    any other            temporaries                   other
+    any other, none yet  temporaries                   other
 
 What was active before the recording is `before recording`. Rules:
 
@@ -134,8 +134,10 @@ def stages_of(snapshot: Snapshot) -> list[str]:
 
 def categories(snapshot: Snapshot, places: np.ndarray) -> list[str]:
     """The category of each allocation of a snapshot, by the rules above; `places` are those of their stages."""
+    # the last of each is of place -1, before the first stage
     ends = [*(mark.index for mark in snapshot.marks[1:]), snapshot.num_events]
-    survivors = [STAGE_KINDS.get(mark.name, "other") for mark in snapshot.marks]
+    ends.append(snapshot.marks[0].index if snapshot.marks else snapshot.num_events)
+    survivors = [*(STAGE_KINDS.get(mark.name, "other") for mark in snapshot.marks), "other"]
     return [
         "before recording" if allocation.begin < 0
         else "temporaries" if allocation.end < ends[place]

@@ -66,12 +66,12 @@ class Step:
     def to_chrome(self) -> dict[str, Any]:
         """The step in Chrome's trace format, which ui.perfetto.dev opens: times in µs, a thread for the host's ranges
         and one for each stream, kernels by class."""
-        lanes = {"host": [(r.name, r.start_ns, r.length_ns) for r in self.ranges]}
-        for stream in self.streams:
+        lanes = [("host", [(r.name, r.start_ns, r.length_ns) for r in self.ranges])]
+        for stream in self.streams:  # those of two devices may have one label
             names = [CLASSES[kind] for kind in stream.kinds]
-            lanes[stream.label] = list(zip(names, stream.starts_ns, stream.lengths_ns, strict=True))
+            lanes.append((stream.label, list(zip(names, stream.starts_ns, stream.lengths_ns, strict=True))))
         events: list[dict[str, Any]] = []
-        for thread, (label, pieces) in enumerate(lanes.items()):
+        for thread, (label, pieces) in enumerate(lanes):
             place = {"pid": 0, "tid": thread}
             events.append({"ph": "M", "name": "thread_name", "args": {"name": label}} | place)
             events += [

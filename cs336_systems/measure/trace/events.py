@@ -2,7 +2,7 @@
 
     trace = nsys.read_nsys("step.sqlite")            # or profiler.record_torch(step)
     kernel_table(trace, "forward")                   # which kernels, how often, how long
-    usage(trace, "step")                             # busy and idle time: one entry per step
+    usage(trace, "step")                             # busy and idle time
     condensed.condense(trace, "step").to_json("step.json")
 
 Whose kernel it is: a kernel runs long after the host has launched it, so what counts is the time of the launch (the
@@ -174,25 +174,25 @@ def kernel_table(trace: Trace, range_name: str) -> list[KernelUse]:
     Raises ValueError for an unknown range.
     """
     works: dict[tuple[str, str], list[int]] = {}
-    for index in trace.find(range_name):
-        for kernel in (trace.kernels[i] for i in trace.owned(index)):
-            key = short_name(kernel.name), class_of(kernel.name)
-            works.setdefault(key, []).append(kernel.work_ns)
+    for kernel in (trace.kernels[i] for i in _owned_by_all(trace, range_name)):
+        key = short_name(kernel.name), class_of(kernel.name)
+        works.setdefault(key, []).append(kernel.work_ns)
     table = [KernelUse(name, kind, len(ns), sum(ns) / 1e6) for (name, kind), ns in works.items()]
     return sorted(table, key=lambda use: (-use.total_ms, use.name))
 
 
 @dataclass(frozen=True)
 class Usage:
-    """How one occurrence of a range used the device.
+    """How all occurrences of a range together used the device.
 
     Attributes:
-        host_ms: the range itself, on the host's clock.
-        kernels: how many belong to it.
+        host_ms: the sum of the ranges, on the host's clock.
+        kernels: how many belong to them.
         kernel_ms: the sum of their times.
         busy_ms: the time in which at least one of them ran.
-        idle_ms: from its first launch to the end of its last kernel, the time in which nothing ran on their devices,
-            of whatever range.
+        idle_ms: the time in which nothing ran on their devices, of whatever range, although the kernels of an
+            occurrence were due: between its first launch and the end of its last kernel. Where a range comes again
+            before its kernels have run, these times overlap, and count once.
     """
 
     host_ms: float
@@ -202,28 +202,29 @@ class Usage:
     idle_ms: float = 0.0
 
 
-def usage(trace: Trace, range_name: str) -> list[Usage]:
-    """How each occurrence of a range used the device, in order; ValueError for an unknown range."""
-    return [_usage_of(trace, index) for index in trace.find(range_name)]
-
-
-def _usage_of(trace: Trace, index: int) -> Usage:
-    mine, found, columns = trace.ranges[index], trace.owned(index), trace._columns
-    host_ms = (mine.end_ns - mine.start_ns) / 1e6
+def usage(trace: Trace, range_name: str) -> Usage:
+    """How the occurrences of a range, all of one process, used the device; ValueError for an unknown range."""
+    columns, indices = trace._columns, trace.find(range_name)
+    host_ms = sum(trace.ranges[i].end_ns - trace.ranges[i].start_ns for i in indices) / 1e6
+    found = _owned_by_all(trace, range_name)
     if not len(found):
         return Usage(host_ms)
-    start, end = columns["start_ns"], columns["end_ns"]
-    first = int(columns["launched_ns"][found].min())
-    last = max(first, int(end[found].max()))
-    near = (start < last) & (end > first) & np.isin(columns["device"], np.unique(columns["device"][found]))
-    running = union_ns(start[near].clip(first, last), end[near].clip(first, last))
+    start, end, launched = (columns[name] for name in ("start_ns", "end_ns", "launched_ns"))
+    due = np.array([(launched[own].min(), end[own].max()) for i in indices if len(own := trace.owned(i))])
+    there = np.isin(columns["device"], columns["device"][found])
+    running = np.stack([start[there], end[there]], 1)
     return Usage(
         host_ms=host_ms,
         kernels=len(found),
         kernel_ms=int(columns["work_ns"][found].sum()) / 1e6,
         busy_ms=union_ns(start[found], end[found]) / 1e6,
-        idle_ms=(last - first - running) / 1e6,
+        idle_ms=(union_ns(*np.concatenate([due, running]).T) - union_ns(*running.T)) / 1e6,
     )
+
+
+def _owned_by_all(trace: Trace, range_name: str) -> np.ndarray:
+    """The indices of the kernels that belong to any occurrence of a range, each once."""
+    return np.unique(np.concatenate([trace.owned(i) for i in trace.find(range_name)]))
 
 
 def union_ns(starts: Sequence[int] | np.ndarray, ends: Sequence[int] | np.ndarray) -> int:

@@ -22,7 +22,7 @@ CLASSES = (
 RULES: tuple[tuple[str, str], ...] = (
     # the transfers of the copy engines: Nsight Systems, torch's profiler
     (MEMORY, r"^\[CUDA mem|^Mem(cpy|set)\b"),
-    (COMMUNICATION, r"nccl(Dev)?Kernel"),
+    (COMMUNICATION, r"nccl\w*Kernel"),
     # this project's Triton kernels (attention/triton/)
     (ATTENTION, r"^(bounds|forward|combine|backward_queries|backward_keys)_kernel$"),
     # FlashAttention 2 and 3, PyTorch's memory-efficient kernels, cuDNN, FlexAttention in Inductor
@@ -39,7 +39,7 @@ RULES: tuple[tuple[str, str], ...] = (
     (CAST, r"(?<!index_)copy_kernel|flip_kernel|CatArrayBatchedCopy|transpose_kernel|nchwToNhwc|nhwcToNchw"),
     # sorting is part of the backward pass of an embedding
     (INDEX, r"(?i:embedding)|index|Index|gather|scatter|RadixSort|MergeSort|krn_partial|compute_grad_weight|segment"),
-    (REDUCTION, r"reduce|layer_norm|LayerNorm|rms_norm|RMSNorm|GammaBeta|cub::\w*::?\w*(Reduce|Scan)|cumsum"),
+    (REDUCTION, r"reduce|layer_norm|LayerNorm|rms_norm|RMSNorm|GammaBeta|cub::(\w+::)*\w*(Reduce|Scan)|cumsum"),
     (ELEMENTWISE, r"elementwise|triu_tril_kernel|distribution_|arange|nll_loss_backward|GeluCUDA"),
     # operators, for a machine without a GPU
     (ATTENTION, r"^aten::_?(scaled_dot_product|flash_attention|efficient_attention)"),

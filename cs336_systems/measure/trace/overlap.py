@@ -74,12 +74,11 @@ def _one(trace: Trace, index: int, phases: Sequence[str]) -> Overlap:
             and whole.start_ns <= r.start_ns < whole.end_ns
         )  # fmt: skip
     computed = _spans(kernel for kernel in owned if not _communicates(kernel))
-    of_phases = {
-        inner.name: [kernel for kernel in mine if not _communicates(kernel)]
-        for i, inner in enumerate(trace.ranges)
-        if trace.parents[i] == index and inner.name in phases
-        for mine in [[trace.kernels[k] for k in trace.owned(i)]]
-    }
+    of_phases: dict[str, list[Kernel]] = {}
+    for i, inner in enumerate(trace.ranges):
+        if trace.parents[i] == index and inner.name in phases:  # perhaps again, where gradients add up
+            mine = (trace.kernels[k] for k in trace.owned(i))
+            of_phases.setdefault(inner.name, []).extend(k for k in mine if not _communicates(k))
     end = max([whole.end_ns, *(end for _, end in computed), *(end for _, end in sent)])
     closed = (end - whole.start_ns) // PIECES
     return Overlap(
