@@ -47,10 +47,10 @@ def test_the_matrix_is_whole_on_two_gpus():
     assert {c.attention for c in training.grid("full") if c.world_size == 1} == set(trials.ATTENTIONS)
 
 
-def test_one_gpu_takes_eighteen_minutes():
+def test_one_gpu_takes_twenty_minutes():
     groups = [(table, group) for table in TABLES for group in store.groups(table, table.grid("full"))]
     on_one = [(table, group) for table, group in groups if getattr(group[0], "world_size", 1) == 1]
-    assert sum(table.estimate_s(group) for table, group in on_one) < 18 * 60
+    assert sum(table.estimate_s(group) for table, group in on_one) < 20 * 60
 
 
 def test_a_rung_is_its_variant():
@@ -239,7 +239,8 @@ def test_efficiency_is_against_one_rank_of_the_same_run(made_up):
 
 
 def test_gains_and_predictions_of_the_ladder(made_up):
-    found = page.climbed(rows_of("ladder"), {"h200-x2": training_rows.H200})
+    rows = rows_of("ladder", sequences=16)
+    found = page.climbed(rows, {"h200-x2": training_rows.H200})
     on_one = found[found["world_size"] == 1].set_index("rung")
     assert list(on_one.index) == list(training_ladder.ON_ONE)
     assert on_one["gain"]["tf32"] == pytest.approx(420 / 170) and math.isnan(on_one["gain"]["fp32"])
@@ -247,7 +248,7 @@ def test_gains_and_predictions_of_the_ladder(made_up):
     assert on_one["predicted"]["graphs"] == on_one["predicted"]["flash"]
     on_two = found[found["world_size"] == 2].set_index("rung")
     assert 1.8 < on_two["predicted"]["ddp"] / on_two["predicted"]["flash"] < 2
-    assert page.climbed(rows_of("ladder"), {})["predicted"].isna().all()
+    assert page.climbed(rows, {})["predicted"].isna().all()
 
 
 def test_losses_are_held_against_the_first_rung_and_a_repetition_against_itself():

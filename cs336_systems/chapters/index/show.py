@@ -51,7 +51,7 @@ def attention(root: Path | None = None) -> pd.DataFrame:
 
 def training(root: Path | None = None) -> pd.DataFrame:
     """A training step of the small model on one GPU, optimization by optimization: the ladder's rows in that order."""
-    rows = _chapter("training", root).table("ladder").rows(world_size=1, repeat=0)
+    rows = _chapter("training", root).table("ladder").rows(world_size=1, sequences=16, repeat=0)
     return _labeled(rows, ["rung"], RUNGS)
 
 

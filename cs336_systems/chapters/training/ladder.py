@@ -2,9 +2,10 @@
 
 A rung keeps what the ones before it have. All make the same steps on the same tokens, so their losses should lie on one
 another: speed that cost accuracy would show. Plain attention materializes its scores; "flash" is what "auto" means on
-the device. Compiled are model and loss together; behind data parallelism each block, so that gradients are averaged
-while the blocks below are still computing. On two GPUs each takes half of a step's sequences (strong scaling), and the
-rung below is measured on one of them, in the same run.
+the device. Compiled are model and loss together; behind data parallelism first each block, so that gradients are
+averaged while the blocks below are still computing, then all together, for fewer launches. On two GPUs each takes half
+of a step's sequences (strong scaling), and the rung below is measured on one of them, in the same run. What half of the
+sequences take on one GPU, launch by launch and as graphs, tells how much of that its kernels need.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ RUNGS = {  # rung → attention, dtype, compile, wrapper, sharded
     "flash": ("auto", "bf16", "whole", "none", False),
     "graphs": ("auto", "bf16", "graphs", "none", False),
     "ddp": ("auto", "bf16", "blocks", "in_place", False),
-    "sharded": ("auto", "bf16", "blocks", "in_place", True),
+    "ddp_whole": ("auto", "bf16", "whole", "in_place", False),
+    "sharded": ("auto", "bf16", "whole", "in_place", True),
 }
-ON_ONE, ON_TWO = tuple(RUNGS)[:6], ("flash", "ddp", "sharded")
+ON_ONE, ON_TWO = tuple(RUNGS)[:6], ("flash", "ddp", "ddp_whole", "sharded")
 STEPS = 60
 
 
@@ -58,14 +60,15 @@ class Case:
 
 
 def grid(preset: str) -> list[Case]:
-    """All rungs, those of several ranks on two GPUs; or the two that a CPU can climb in seconds. The rung that the next
-    ones are held against is there twice (A/A)."""
+    """All rungs, those of several ranks on two GPUs, and two at half of the batch; or two that a CPU can climb in
+    seconds. The rung that the next ones are held against is there twice (A/A)."""
     if preset == "smoke":
         fields = {"size": "tiny", "context_length": 32, "sequences": 8, "steps": 10}
         return [Case("fp32", **fields), Case("bf16", **fields), Case("fp32", **fields, repeat=1)]
     return [
         *(Case(rung) for rung in ON_ONE), Case("flash", repeat=1),
         *(Case(rung, world_size=2) for rung in ON_TWO), Case("flash", world_size=2, repeat=1),
+        Case("flash", sequences=8), Case("graphs", sequences=8), Case("flash", sequences=8, repeat=1),
     ]  # fmt: skip
 
 
