@@ -36,8 +36,8 @@ def test_a_gpu_gets_what_fits_it(monkeypatch, machine, ranks):
     assert chosen.batch.sequences * chosen.model.context_length == defaults.STEP_TOKENS
     needed = forecast.memory_bytes(chosen, machine.dtype, "cuda", ranks)
     assert needed <= defaults.USABLE * machine.gib * 2**30
-    whole = machine.dtype == "bf16" and ranks == 1
-    assert chosen.run.compile == ("whole" if whole else "blocks")
+    assert chosen.run.compile == ("whole" if machine.dtype == "bf16" else "blocks")
+    assert not chosen.optimizer.sharded
     assert chosen.model.context_length == (2048 if machine is H200 else 1024)
 
 
@@ -83,7 +83,7 @@ def test_a_model_that_does_not_fit_is_named_with_those_that_do():
         ValueError, match=r"size='2.7B' does not fit 14.7 GiB; allowed: mini, tiny, small, medium"
     ):
         made(T4, model__size="2.7B")
-    assert made(T4, model__size="large", parallel__nproc=2)  # AdamW's state is spread over two
+    assert made(T4, model__size="large", parallel__nproc=2).optimizer.sharded  # over two it fits
     with pytest.raises(ValueError, match="size='large'"):
         made(T4, model__size="large", optimizer__sharded=False, parallel__nproc=2)
 

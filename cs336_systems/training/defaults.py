@@ -110,11 +110,14 @@ def chosen(machine: Machine, told: Mapping[str, Any]) -> dict[str, Any]:
 
 def _on_gpus(asked: TrainingConfig, machine: Machine, told: Mapping[str, Any]) -> dict[str, Any]:
     ranks = ranks_of(asked)
-    shards = ranks > 1 and asked.parallel.wrapper == "fsdp"  # its state with the weights
-    choice: dict[str, Any] = {"model.size": "small", "optimizer.sharded": ranks > 1 and not shards}
+    shards = ranks > 1 and asked.parallel.wrapper == "fsdp"  # weights, and the optimizer's state with them
+    choice: dict[str, Any] = {"model.size": "small", "optimizer.sharded": False}
     dtype = machine.dtype if asked.run.dtype == "auto" else asked.run.dtype
-    # of several ranks, and of GPUs without bf16, blocks alone were tried long enough
-    choice["run.compile"] = "whole" if ranks == 1 and dtype == "bf16" else "blocks"
+    # weights are gathered outside of compiled code; of GPUs without bf16, blocks alone were tried long enough
+    choice["run.compile"] = "whole" if dtype == "bf16" and not shards else "blocks"
+    if ranks > 1 and not shards:  # it costs time: where otherwise not one short sequence fits
+        short = {**choice, "model.context_length": CONTEXTS[-1], **told}
+        choice["optimizer.sharded"] = not most_sequences(short, machine.gib, dtype, ranks)
     if not any(f"schedule.{name}" in told for name in LENGTHS):
         choice["schedule.minutes"] = MINUTES
     if "batch.sequences" not in told:
