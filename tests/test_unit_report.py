@@ -81,11 +81,11 @@ def test_what_is_wrong_with_a_notebook_is_shown_as_one_line(results_root, monkey
     monkeypatch.setattr(shell, "_showtraceback", lambda kind, error, lines: said.append(lines))
     shell.push({"chapters": chapters, "report": report})
     opened = "chapters.opened('hardware', {'measure': 'no', 'dtype': 'fp7'})"
-    for cell in (opened, "report.only_reads({'measure': 'yes'})"):
+    for cell in (opened, "report.given_parameters({'In': ['# Parameters\\nmachines = 1']}, ['machine'])"):
         assert not shell.run_cell(cell).success
     [one, other] = said
     assert len(one) == 1 and "dtype=fp7" in one[0] and "bf16" in one[0]
-    assert len(other) == 1 and "'yes'; allowed: no" in other[0]
+    assert len(other) == 1 and "machines; allowed: machine" in other[0]
 
 
 def test_the_machine_variable_replaces_the_reference_machines(results_root, monkeypatch):

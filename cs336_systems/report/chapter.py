@@ -121,7 +121,9 @@ class Chapter:
         self.refresh = selection.choice("refresh", refresh, measuring.REFRESH)
         self.preset, self.filters = preset, filters
         self._frame: pd.DataFrame | None = None
-        self.machines, self.measuring = self._machines(str(machine), _when(measure))
+        words = {"true": "yes", "false": "no"}  # what YAML and papermill make of these two
+        when = selection.choice("measure", words.get(str(measure).strip().lower(), measure), MEASURE)
+        self.machines, self.measuring = self._machines(str(machine), when)
         self.name, self.experiment = tables[0].name, tables[0]
         self.tables = [self, *map(self._of, tables[1:])]
         for one in self.machines or [""]:
@@ -302,6 +304,7 @@ class Chapter:
 
 
 # ---------------------------------------------------------------------------------- parameters
+@in_one_line()
 def given_parameters(namespace: Mapping[str, Any], allowed: Sequence[str]) -> dict[str, Any]:
     """The parameters, of those that are allowed, that a notebook's globals hold.
 
@@ -314,19 +317,6 @@ def given_parameters(namespace: Mapping[str, Any], allowed: Sequence[str]) -> di
     if unknown := [name for name in names if name not in allowed]:
         raise ValueError(f"unknown parameter {', '.join(unknown)}; allowed: {', '.join(allowed)}")
     return {name: namespace[name] for name in allowed if name in namespace}
-
-
-@in_one_line()
-def only_reads(namespace: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """The parameters, of those named, that a notebook's globals hold. It measures nothing: its `measure` can be no."""
-    given = given_parameters(namespace, ["measure", *names])
-    selection.choice("measure", _when(given.pop("measure", "no")), ("no",))
-    return given
-
-
-def _when(measure: Any) -> str:
-    words = {"true": "yes", "false": "no"}  # what YAML and papermill make of these two
-    return selection.choice("measure", words.get(str(measure).strip().lower(), measure), MEASURE)
 
 
 def _environment_words(environment: Mapping[str, Any]) -> str:
