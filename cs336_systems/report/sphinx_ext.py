@@ -6,7 +6,6 @@ book` behave alike."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import re
@@ -118,13 +117,10 @@ def _panels(app: Any, error: Exception | None) -> None:
     if error or app.builder.format != "html":
         return
 
-    @functools.cache
-    def windows(file: str) -> str:
-        parts = panels_of((Path(app.outdir) / file).read_text(encoding="utf-8"))
-        return " ".join(",".join(f"{number:.4f}" for number in part) for part in parts)
-
     def told(image: re.Match[str]) -> str:
-        return f'{image[0]} data-panels="{found}"' if (found := windows(image[1])) else image[0]
+        parts = panels_of((Path(app.outdir) / image[1]).read_text(encoding="utf-8"))
+        found = " ".join(",".join(f"{number:.4f}" for number in part) for part in parts)
+        return f'{image[0]} data-panels="{found}"' if found else image[0]
 
     for page in Path(app.outdir).glob("*.html"):
         text = page.read_text(encoding="utf-8")
