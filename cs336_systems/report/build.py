@@ -25,10 +25,6 @@ from cs336_systems.store.rows import results_root
 from cs336_systems.store.table import Table
 
 TablesOf = Callable[[str], list[Table]]
-LATEX_PACKAGES = (
-    "texlive-latex-recommended texlive-latex-extra texlive-fonts-recommended texlive-xetex latexmk "
-    "fonts-freefont-otf"
-)
 _HELD = (
     "import sys; from cs336_systems.store.lifeline import hold_to_lifeline; hold_to_lifeline(sys.argv.pop(1)); "
     "from jupyter_book.cli.main import main; main()"
@@ -50,7 +46,7 @@ def build(
 
     Args:
         tables_of: the tables of a chapter; ValueError for a name that is none.
-        pdf: also typeset the PDF. A BookError says what is missing (the names of the apt packages).
+        pdf: also typeset the PDF. A BookError says what is missing, and what installs it.
         strict: refuse a book that quotes rows measured with earlier code, or has a reference chapter with
             cases that are not measured or ended in an error.
 
@@ -102,12 +98,11 @@ def problems(tables_of: TablesOf, results: Path) -> list[str]:
 
 
 def missing_latex() -> None:
-    """Raises a BookError with the command to run if XeLaTeX, latexmk or the fonts are not installed."""
+    """Raises a BookError with the command to run if XeLaTeX or latexmk is not installed."""
     lacking = [program for program in ("xelatex", "latexmk") if shutil.which(program) is None]
     if lacking:
         raise BookError(
-            f"the PDF needs {' and '.join(lacking)}; on Debian or Ubuntu: "
-            f"apt-get install -y --no-install-recommends {LATEX_PACKAGES} "
+            f"the PDF needs {' and '.join(lacking)}; tools/latex.sh installs what it needs, or names the packages "
             "(the HTML needs none of it: cs336 book without --pdf)"
         )
 

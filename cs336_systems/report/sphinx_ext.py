@@ -34,20 +34,13 @@ def setup(app: Any) -> dict[str, bool | str]:
     app.connect("env-get-outdated", _every_page)
     # Twice the cores: Sphinx splits the pages into batches of equal size, of which some take longer.
     app.parallel = 2 * (os.cpu_count() or 1)
-    app.connect("env-before-read-docs", _declare_parallel)
     app.connect("env-updated", _no_failed_notebook)
-    app.connect("config-inited", _without_thebe)
+    app.connect("config-inited", _mend_extensions)
     app.connect("config-inited", _links)
     app.connect("doctree-resolved", _code_links)
     app.connect("doctree-resolved", _boxes)
     app.connect("build-finished", _panels)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
-
-
-def _declare_parallel(app: Any, env: Any, pages: list[str]) -> None:
-    """Sphinx reads in parallel, that is runs notebooks in parallel, only if every extension says that it may."""
-    for name in _UNDECLARED:
-        app.extensions[name].parallel_read_safe = True
 
 
 def _no_failed_notebook(app: Any, env: Any) -> None:
@@ -60,9 +53,12 @@ def _no_failed_notebook(app: Any, env: Any) -> None:
         raise ExtensionError(f"notebooks failed: {', '.join(failed)}")
 
 
-def _without_thebe(app: Any, config: Any) -> None:
-    """Keeps the script of jupyter-book's extension for live cells from every page: no cell is live here, and Sphinx
-    writes the script twice, which is an error in browsers."""
+def _mend_extensions(app: Any, config: Any) -> None:
+    """Sphinx reads in parallel, that is runs notebooks in parallel, only if every extension says that it may. And the
+    script of jupyter-book's extension for live cells is kept from every page: no cell is live here, and Sphinx writes
+    the script twice, which is an error in browsers."""
+    for name in _UNDECLARED:
+        app.extensions[name].parallel_read_safe = True
     for event in ("env-before-read-docs", "doctree-resolved"):
         listeners = app.events.listeners[event]
         listeners[:] = [one for one in listeners if one.handler.__module__ != "sphinx_thebe"]
