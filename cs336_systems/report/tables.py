@@ -167,9 +167,8 @@ def to_markdown(frame: pd.DataFrame, caption: str, name: str, wrap: bool = False
     A table wider than the PDF's page is made smaller there, and in HTML it scrolls, unless its cells may `wrap`.
     """
     heads = [str(head) for head in frame]
-    columns = [list(frame[column]) for column in frame]
     rows = list(frame.itertuples(index=False, name=None))
-    kinds = ["r" if _numeric(c) else "L" if wrap and _wraps(c) else "l" for c in columns]
+    kinds = ["r" if _numeric(c) else "L" if wrap and _wraps(c) else "l" for _, c in frame.items()]
 
     def line(texts: Iterable[str]) -> str:
         return "| " + " | ".join(t.replace("|", r"\|").replace("\n", " ") or " " for t in texts) + " |"
@@ -178,20 +177,15 @@ def to_markdown(frame: pd.DataFrame, caption: str, name: str, wrap: bool = False
     grid = "\n".join([line(heads), rule, *map(line, rows)])
     long = len(rows) > _LONG or (wrap and sum(len(_plain(text)) for row in rows for text in row) > _LONG_TEXT)
     if wrap and long:  # a table of several pages knows no L: paragraphs, wider for longer texts
-        longest = [
-            4 + max(len(_plain(t)) for t in (head, *c)) for head, c in zip(heads, columns, strict=True)
-        ]
+        longest = [4 + max(len(_plain(t)) for t in texts) for texts in zip(heads, *rows, strict=True)]
         # what columns of numbers take, some 0.6 % of a line a character, is not to be shared
         numbers = sum(length for length, k in zip(longest, kinds, strict=True) if k == "r")
         lengths = [length**0.75 * (k != "r") for length, k in zip(longest, kinds, strict=True)]
         shares = [(0.95 - 0.006 * numbers) * length / sum(lengths) for length in lengths]
         paragraph = r">{\raggedright\arraybackslash}p{%.2f\linewidth}"
         kinds = [k if k == "r" else paragraph % share for k, share in zip(kinds, shares, strict=True)]
-    between = r"@{\hspace{7pt}}" if len(heads) > 12 else ""  # else print would be too small
-    latex = f"```{{tabularcolumns}} {between.join(kinds)}\n```\n\n"
-    kind = " ".join(
-        filter(None, ["measured", "wide" * (len(heads) > _WIDE), "text" * wrap, "longtable" * long])
-    )
+    latex = f"```{{tabularcolumns}} {''.join(kinds)}\n```\n\n"
+    kind = "measured" + " wide" * (len(heads) > _WIDE) + " text" * wrap + " longtable" * long
     return f"{latex}:::{{table}} {caption}\n:name: {name}\n:class: {kind}\n:align: center\n\n{grid}\n:::\n"
 
 
