@@ -29,9 +29,8 @@ _HELD = (
     "import sys; from cs336_systems.store.lifeline import hold_to_lifeline; hold_to_lifeline(sys.argv.pop(1)); "
     "from jupyter_book.cli.main import main; main()"
 )
-MAKING = Path(
-    "_build", "making"
-)  # where the book is made: until it is complete, the one before it stays in its place
+# where the book is made: until it is complete, the one before it stays in its place
+MAKING = Path("_build", "making")
 OVERFULL_PT = 20.0  # a box that sticks out further than this is seen on the page
 
 
@@ -124,7 +123,6 @@ def _jupyter_book(root: Path, builder: str, output: str, variables: dict[str, st
     environment = variables | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         "PYTHONUNBUFFERED": "1",
-        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
     }
     print(f"building {builder}: {log}", flush=True)
     with tempfile.TemporaryDirectory(prefix="cs336-") as folder, open(log, "w") as out:

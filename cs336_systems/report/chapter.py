@@ -228,8 +228,7 @@ class Chapter:
         grid = pd.DataFrame([{f: getattr(c, f) for f in fields} for c in self.cases(machine)], columns=fields)
         known = store.read(self.experiment, machine, self.root)
         for column in known.columns.difference(fields):  # those hold only what the grid does
-            if not pd.api.types.is_numeric_dtype(known[column]):
-                known[column] = known[column].map(escaped)
+            known[column] = known[column].map(escaped)
         frame = grid.merge(known.astype({f: grid[f].dtype for f in fields}), on=fields, how="left")
         frame["status"] = frame["status"].astype(object).where(frame["status"].notna(), NOT_MEASURED)
         frame.insert(0, "machine", machine)

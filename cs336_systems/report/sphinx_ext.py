@@ -14,9 +14,8 @@ from typing import Any
 
 from cs336_systems.report.chapter import BUILD_VARIABLE
 
-PDF_VARIABLE = (
-    "CS336_BOOK_PDF"  # set by `cs336 book --pdf`, for its HTML and for the PDF, made of the same pages
-)
+# set by `cs336 book --pdf`, for its HTML and for the PDF, made of the same pages
+PDF_VARIABLE = "CS336_BOOK_PDF"
 # Extensions that keep nothing while reading, so that pages may be read in parallel, but do not declare it.
 _UNDECLARED = ("sphinx_jupyterbook_latex", "sphinx_multitoc_numbering", "sphinx-mathjax-offline")
 
