@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -194,6 +195,7 @@ def test_fmt():
     for value, text in [
         (1.0468, "1.05"), (9.996, "10.0"), (41.53, "41.5"), (712.4, "712"), (4096, "4096"), (123456.7, "123,000"),
         (0.000123, "0.000123"), (2.41e-7, "2.41e−7"), (-0.5, "−0.500"), (0.0, "0"), (math.nan, "–"), (None, "–"),
+        (np.float32("nan"), "–"), (pd.NA, "–"), (-math.inf, "−∞"),
         ("oom", "oom"), (True, "True"),
     ]:  # fmt: skip
         assert tables.fmt(value) == text

@@ -30,7 +30,7 @@ def fmt(value: Any, digits: int = 3) -> str:
 
     Integers are shown whole, missing values as a dash.
     """
-    if value is None or (isinstance(value, float) and math.isnan(value)) or value is pd.NA:
+    if value is None or value is pd.NA:
         return EMPTY
     if isinstance(value, bool | str) or not isinstance(value, numbers.Real):
         return str(value)
@@ -38,7 +38,7 @@ def fmt(value: Any, digits: int = 3) -> str:
         return f"{int(value):,}" if abs(int(value)) >= 100_000 else str(int(value))
     value = float(value)
     if not math.isfinite(value):
-        return "∞" if value > 0 else "−∞"
+        return EMPTY if math.isnan(value) else "∞" if value > 0 else "−∞"
     if value == 0:
         return "0"
     mantissa, power = f"{value:.{digits - 1}e}".split("e")
@@ -105,9 +105,8 @@ def printed(frame: pd.DataFrame, digits: Mapping[str, int] | None = None) -> pd.
     out.attrs = {}
     for column in frame:
         texts = [fmt(value, (digits or {}).get(column, 3)) for value in frame[column]]
-        known = words.get(column, {})
-        texts = [known.get(line, t) if t == EMPTY else t for line, t in zip(frame.index, texts, strict=True)]
-        out[column] = texts
+        known = dict.fromkeys(frame.index, EMPTY) | words.get(column, {})
+        out[column] = [known[line] if t == EMPTY else t for line, t in zip(frame.index, texts, strict=True)]
     return out
 
 
