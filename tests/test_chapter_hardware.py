@@ -117,3 +117,14 @@ def test_frames_of_measured_rows(smoke, results_root):
     assert page.links_table(chapter).empty
     points = page.roofline_points(chapter)
     assert set(points["kernel"]) == {"GEMM"} and (points["intensity"] == points["size"] / 3).all()
+
+
+def test_the_roofline_holds_kernels_of_one_machine(project_root, monkeypatch):
+    monkeypatch.setenv("CS336_RESULTS", str(project_root / "results"))
+    one, other, both = (
+        page.roofline_points(chapters.read("hardware", machine=machine))
+        for machine in ("h200-x1", "h100-x1", "h200-x1,h100-x1")
+    )
+    assert len(one) and both.equals(one)
+    attention = [points[points["kernel"] == "attention, ours"]["tflops"].tolist() for points in (one, other)]
+    assert attention[0] != attention[1]

@@ -315,8 +315,7 @@ def test_wrong_arguments_are_named(call, named):
         ({"tensor": 64}, "tensor=64 of devices=64; allowed: 1, 2, 4, 8, 16, 32"),
         ({"nonlinearity": "tanh"}, "'tanh'; allowed: none, relu, gelu, silu"),
         ({"nonlinearity": ["relu"]}, "['relu']; allowed: none, relu, gelu, silu"),
-        ({"measure": "yes"}, "'yes'; allowed: no"),
-        ({"In": ["# Parameters\ndevice = 128"]}, "device; allowed: measure, tokens_per_device, capacity_gb"),
+        ({"In": ["# Parameters\ndevice = 128"]}, "device; allowed: tokens_per_device, capacity_gb"),
     ],
 )
 def test_bad_parameters_are_named_with_the_allowed_ones(parameters, named):

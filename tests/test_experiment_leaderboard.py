@@ -124,7 +124,7 @@ def test_a_chapter_measures_all_its_tables(results_root, measures_nothing):
     chapter = chapters.read("leaderboard", measure="yes", **given)
     with pytest.raises(measuring.MeasurementError, match="leaderboard_kernels ended in an error"):
         chapter.measure()
-    counts = {table.name: len(table.measured()) for table in chapter.tables}
+    counts = {table.experiment.name: len(table.measured()) for table in chapter.tables}
     assert list(counts.values()) == [1, 0, 0, 0, 2, 4, 0]  # the others have other implementations
     assert list(counts) == list(chapters.tables("leaderboard"))
     assert set(chapter.table("ladder").rows()["impl"]) == {"f_production"}
@@ -141,6 +141,7 @@ def test_a_reference_machine_counts_for_all_tables(results_root, tmp_path):
     (results_root / "reference.json").write_text('{"leaderboard": ["h200-x1"]}')
     chapter = chapters.read("leaderboard")
     assert all(table.machines == ["h200-x1"] for table in chapter.tables)
+    assert chapter.on("h100-x1").table("kernels").machines == ["h100-x1"]
     found = build.problems(chapters.tables_of, results_root)
     assert [text.split(":")[0] for text in found] == list(chapters.tables("leaderboard"))
 

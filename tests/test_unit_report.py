@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -81,11 +82,11 @@ def test_what_is_wrong_with_a_notebook_is_shown_as_one_line(results_root, monkey
     monkeypatch.setattr(shell, "_showtraceback", lambda kind, error, lines: said.append(lines))
     shell.push({"chapters": chapters, "report": report})
     opened = "chapters.opened('hardware', {'measure': 'no', 'dtype': 'fp7'})"
-    for cell in (opened, "report.only_reads({'measure': 'yes'})"):
+    for cell in (opened, "report.given_parameters({'In': ['# Parameters\\nmachines = 1']}, ['machine'])"):
         assert not shell.run_cell(cell).success
     [one, other] = said
     assert len(one) == 1 and "dtype=fp7" in one[0] and "bf16" in one[0]
-    assert len(other) == 1 and "'yes'; allowed: no" in other[0]
+    assert len(other) == 1 and "machines; allowed: machine" in other[0]
 
 
 def test_the_machine_variable_replaces_the_reference_machines(results_root, monkeypatch):
@@ -194,6 +195,7 @@ def test_fmt():
     for value, text in [
         (1.0468, "1.05"), (9.996, "10.0"), (41.53, "41.5"), (712.4, "712"), (4096, "4096"), (123456.7, "123,000"),
         (0.000123, "0.000123"), (2.41e-7, "2.41e−7"), (-0.5, "−0.500"), (0.0, "0"), (math.nan, "–"), (None, "–"),
+        (np.float32("nan"), "–"), (pd.NA, "–"), (-math.inf, "−∞"),
         ("oom", "oom"), (True, "True"),
     ]:  # fmt: skip
         assert tables.fmt(value) == text

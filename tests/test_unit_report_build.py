@@ -22,6 +22,7 @@ from cs336_systems.chapters.index import show as headline
 from cs336_systems.chapters.leaderboard import measure as leaderboard
 from cs336_systems.report import build, figures, sphinx_ext, tables
 from cs336_systems.report.coverage import project_root as find_root
+from cs336_systems.store import process
 from cs336_systems.store import rows as store
 from cs336_systems.store.provenance import digest
 
@@ -42,7 +43,7 @@ def test_latex_log():
 
 def test_what_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(build.shutil, "which", lambda program: None)
-    with pytest.raises(build.BookError, match=r"xelatex and latexmk.*apt-get install .*texlive-xetex"):
+    with pytest.raises(build.BookError, match=r"xelatex and latexmk; tools/latex\.sh installs"):
         build.missing_latex()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match="inside a checkout"):
@@ -103,6 +104,9 @@ class Made:
     fails_saying: ClassVar[str | None] = None
 
     def __init__(self, command, lifeline, env, stdout, **options):
+        task = json.loads(lifeline.with_name("task.json").read_text())
+        assert task["function"] == "jupyter_book.cli.main:main"
+        command = task["arguments"]["args"]
         self.calls.append((command, env))
         if self.fails_saying is not None:
             stdout.write(f"Traceback\n{self.fails_saying}\n")
@@ -131,7 +135,7 @@ def built(tmp_path, monkeypatch):
     page.write_text("before")
     monkeypatch.delenv("CS336_MACHINE", raising=False)
     monkeypatch.setattr(Made, "calls", [])
-    monkeypatch.setattr(build, "Held", Made)
+    monkeypatch.setattr(process, "Held", Made)
     return page, Made.calls
 
 

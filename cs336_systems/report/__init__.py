@@ -11,7 +11,7 @@ and everything after it reads `chapter.rows()`.
 """
 
 from cs336_systems.report import figures, tables
-from cs336_systems.report.chapter import NOT_MEASURED, Chapter, only_reads
+from cs336_systems.report.chapter import NOT_MEASURED, Chapter, given_parameters
 from cs336_systems.report.tables import fmt, show
 
-__all__ = ["NOT_MEASURED", "Chapter", "figures", "fmt", "only_reads", "show", "tables"]
+__all__ = ["NOT_MEASURED", "Chapter", "figures", "fmt", "given_parameters", "show", "tables"]

@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,24 +17,15 @@ from pathlib import Path
 from cs336_systems.report.chapter import Chapter, named_machines, reference
 from cs336_systems.report.coverage import project_root
 from cs336_systems.report.sphinx_ext import PDF_VARIABLE
+from cs336_systems.store import process
 from cs336_systems.store.files import StoreError, alone, naming
-from cs336_systems.store.lifeline import Held
 from cs336_systems.store.machine import package_version
 from cs336_systems.store.rows import results_root
 from cs336_systems.store.table import Table
 
 TablesOf = Callable[[str], list[Table]]
-LATEX_PACKAGES = (
-    "texlive-latex-recommended texlive-latex-extra texlive-fonts-recommended texlive-xetex latexmk "
-    "fonts-freefont-otf"
-)
-_HELD = (
-    "import sys; from cs336_systems.store.lifeline import hold_to_lifeline; hold_to_lifeline(sys.argv.pop(1)); "
-    "from jupyter_book.cli.main import main; main()"
-)
-MAKING = Path(
-    "_build", "making"
-)  # where the book is made: until it is complete, the one before it stays in its place
+# where the book is made: until it is complete, the one before it stays in its place
+MAKING = Path("_build", "making")
 OVERFULL_PT = 20.0  # a box that sticks out further than this is seen on the page
 
 
@@ -50,7 +40,7 @@ def build(
 
     Args:
         tables_of: the tables of a chapter; ValueError for a name that is none.
-        pdf: also typeset the PDF. A BookError says what is missing (the names of the apt packages).
+        pdf: also typeset the PDF. A BookError says what is missing, and what installs it.
         strict: refuse a book that quotes rows measured with earlier code, or has a reference chapter with
             cases that are not measured or ended in an error.
 
@@ -102,12 +92,11 @@ def problems(tables_of: TablesOf, results: Path) -> list[str]:
 
 
 def missing_latex() -> None:
-    """Raises a BookError with the command to run if XeLaTeX, latexmk or the fonts are not installed."""
+    """Raises a BookError with the command to run if XeLaTeX or latexmk is not installed."""
     lacking = [program for program in ("xelatex", "latexmk") if shutil.which(program) is None]
     if lacking:
         raise BookError(
-            f"the PDF needs {' and '.join(lacking)}; on Debian or Ubuntu: "
-            f"apt-get install -y --no-install-recommends {LATEX_PACKAGES} "
+            f"the PDF needs {' and '.join(lacking)}; tools/latex.sh installs what it needs, or names the packages "
             "(the HTML needs none of it: cs336 book without --pdf)"
         )
 
@@ -126,25 +115,20 @@ def _jupyter_book(root: Path, builder: str, output: str, variables: dict[str, st
     with naming("write into", log.parent):
         (root / MAKING).mkdir(parents=True, exist_ok=True)
         log.write_bytes(b"")
-    environment = variables | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-        "PYTHONUNBUFFERED": "1",
-        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
-    }
     print(f"building {builder}: {log}", flush=True)
     with tempfile.TemporaryDirectory(prefix="cs336-") as folder, open(log, "w") as out:
-        lifeline = Path(folder) / "lifeline"
         # Warnings are errors but all are shown; a relative path to the table of contents would not be found.
-        command = [
-            sys.executable, "-c", _HELD, str(lifeline), "build", str(root / "book"), "--builder", builder,
-            "-W", "--keep-going", "--toc", str(root / "_toc.yml"), "--config", str(root / "_config.yml"),
-            "--path-output", str(root / MAKING),
+        words = [
+            "build", str(root / "book"), "--builder", builder, "-W", "--keep-going", "--toc", str(root / "_toc.yml"),
+            "--config", str(root / "_config.yml"), "--path-output", str(root / MAKING),
         ]  # fmt: skip
-        with Held(
-            command, lifeline, cwd=root, env=os.environ | environment, stdout=out, stderr=subprocess.STDOUT
-        ) as book:
+        with process.started(
+            Path(folder), "jupyter_book.cli.main:main", {"args": words, "standalone_mode": False},
+            os.environ | variables, cwd=root, stdout=out, stderr=subprocess.STDOUT,
+        ) as book:  # fmt: skip
             code = book.process.wait()
-    text = log.read_text(errors="replace")
+        error = process.answer(Path(folder)).get("error", "")
+    text = log.read_text(errors="replace") + error
     if code or not made.is_file():
         # the log, which would say it, may have had no room either
         if os.strerror(errno.ENOSPC) in text or shutil.disk_usage(log.parent).free < 2**16:

@@ -84,8 +84,7 @@ class Chapter:
     """The rows of one measured chapter, seen through a notebook's parameters.
 
     `tables`
-        The chapter's tables, that of its own name first. Here are the rows of the one at `place`,
-        `table` gives the others.
+        The chapter's tables, that of its own name first. Here are the rows of that one, `table` gives the others.
 
     `measure`
         `"auto"` measures what is missing, except while the book is built or when another machine is named;
@@ -116,22 +115,16 @@ class Chapter:
         **filters: Any,
     ) -> None:
         check_environment()
-        self.chapter, self._together = tables[0].name, tables
+        self._together, self.experiment = tables, tables[0]
         self.root = root or store.results_root()
         self.refresh = selection.choice("refresh", refresh, measuring.REFRESH)
         self.preset, self.filters = preset, filters
         self._frame: pd.DataFrame | None = None
-        self.machines, self.measuring = self._machines(str(machine), _when(measure))
-        self.name, self.experiment = tables[0].name, tables[0]
-        self.tables = [self, *map(self._of, tables[1:])]
+        words = {"true": "yes", "false": "no"}  # what YAML and papermill make of these two
+        when = selection.choice("measure", words.get(str(measure).strip().lower(), measure), MEASURE)
+        self.machines, self.measuring = self._machines(str(machine), when)
         for one in self.machines or [""]:
             self.cases(one)  # raises for a bad preset or filter before anything is measured
-
-    def _of(self, table: Table) -> Chapter:
-        """Another table of the chapter, through the same parameters."""
-        other = copy.copy(self)
-        other.name, other.experiment, other.tables = table.name, table, [other]
-        return other
 
     @classmethod
     @in_one_line()
@@ -142,7 +135,7 @@ class Chapter:
         return cls(tables, root=root, **given_parameters(namespace, [*_COMMON, *selection.fields(tables)]))
 
     def _machines(self, wanted: str, measure: str) -> tuple[list[str], bool]:
-        quoted = reference_machines(self.chapter, self.root)
+        quoted = reference_machines(self.experiment.name, self.root)
         reading = measure == "no" or os.environ.get(BUILD_VARIABLE) == "1"
         if wanted == "auto":
             return (quoted, False) if reading else ([machine_name()], True)
@@ -154,18 +147,28 @@ class Chapter:
             )
         return named, here and not reading
 
+    def _with(self, **changes: Any) -> Chapter:
+        """The same but for these attributes, its rows not yet read."""
+        other = copy.copy(self)
+        vars(other).update(changes, _frame=None)
+        return other
+
     def on(self, machine: str) -> Chapter:
         """The same chapter on another machine, for a sentence about it; all is missing where it has no rows."""
-        other = copy.copy(self)
-        other.machines, other.measuring, other._frame = [machine], False, None
-        return other
+        return self._with(machines=[machine], measuring=False)
+
+    @property
+    def tables(self) -> list[Chapter]:
+        """All tables of this chapter, through the same parameters."""
+        return [self._with(experiment=table) for table in self._together]
 
     def table(self, name: str) -> Chapter:
         """Another table of this chapter, `kernels` for `leaderboard_kernels`, through the same parameters."""
-        named = {table.name.removeprefix(f"{self.name}_"): table for table in self.tables[1:]}
+        main, *others = self._together
+        named = {table.name.removeprefix(f"{main.name}_"): table for table in others}
         if name not in named:
-            raise ValueError(f"unknown table {name!r} of {self.name}; allowed: {', '.join(named) or 'none'}")
-        return named[name]
+            raise ValueError(f"unknown table {name!r} of {main.name}; allowed: {', '.join(named) or 'none'}")
+        return self._with(experiment=named[name])
 
     # ---------------------------------------------------------------------------------- cases and rows
     def cases(self, machine: str = "") -> list[Any]:
@@ -176,24 +179,23 @@ class Chapter:
     @in_one_line()
     def measure(self) -> None:
         """Measures what is due on this machine, of all tables, if the parameters and the place allow it."""
-        failed, tables = [], self.tables if self.measuring else []
-        for table in tables:
-            provenance.digest_as_begun(table.experiment)  # before the first of them takes its time
-        for table in tables:
-            cases = selection.of_team(table.experiment, table.cases(self.machines[0]), team_size())
+        if not self.measuring:
+            return
+        failed, here, self._frame = [], self.machines[0], None
+        for table in self._together:
+            provenance.digest_as_begun(table)  # before the first of them takes its time
+        for table in self.tables:
+            cases = selection.of_team(table.experiment, table.cases(here), team_size())
             try:
                 measuring.measure(table.experiment, cases, refresh=self.refresh, root=self.root)
             except measuring.ContextLost:
                 raise
             except measuring.MeasurementError as error:  # the other tables are measured all the same
                 failed.append(str(error))
-            finally:
-                table._frame = None
         if failed:
             raise measuring.MeasurementError("; ".join(failed))
-        quoted = reference_machines(self.chapter, self.root)
-        if self.measuring and quoted and self.machines[0] not in quoted:
-            here = self.machines[0]
+        quoted = reference_machines(self._together[0].name, self.root)
+        if quoted and here not in quoted:
             print(f'Below are the rows of {here}; machine = "{quoted[0]}" shows those of the book.')
 
     def rows(self, **where: Any) -> pd.DataFrame:
@@ -226,8 +228,7 @@ class Chapter:
         grid = pd.DataFrame([{f: getattr(c, f) for f in fields} for c in self.cases(machine)], columns=fields)
         known = store.read(self.experiment, machine, self.root)
         for column in known.columns.difference(fields):  # those hold only what the grid does
-            if not pd.api.types.is_numeric_dtype(known[column]):
-                known[column] = known[column].map(escaped)
+            known[column] = known[column].map(escaped)
         frame = grid.merge(known.astype({f: grid[f].dtype for f in fields}), on=fields, how="left")
         frame["status"] = frame["status"].astype(object).where(frame["status"].notna(), NOT_MEASURED)
         frame.insert(0, "machine", machine)
@@ -261,7 +262,7 @@ class Chapter:
         ran = lambda rows: ~rows["status"].str.startswith("skipped")
         measured = int(ran(there).sum())
         count = f"{measured}" if len(there) == len(frame) else f"{measured} of {len(frame)}"
-        old = {t.name: int((ran(stale := t.stale()) & (stale["machine"] == machine)).sum()) for t in tables}
+        old = {table.experiment.name: int(ran(table.on(machine).stale()).sum()) for table in tables}
         which = ", ".join(f"{n} of `{name}`" for name, n in old.items() if n)
         earlier = f" **Measured with earlier code: {which}.**" if which else ""
         links = ", ".join(table._csv_link(machine) for table in tables)
@@ -270,7 +271,7 @@ class Chapter:
 
     def _csv_link(self, machine: str) -> str:
         """The table's file, as a link from the book beside the results folder, where there is one."""
-        path = store.csv_path(self.name, machine, self.root)
+        path = store.csv_path(self.experiment.name, machine, self.root)
         if not (path.is_file() and (self.root.parent / "book").is_dir()):
             return f"`{path.name}`"
         return f"[`{path.name}`](../{path.relative_to(self.root.parent).as_posix()})"
@@ -285,7 +286,7 @@ class Chapter:
 
     def problems(self) -> list[str]:
         """What keeps the chapter's page from being final: cases not measured, errors, odd numbers, earlier code."""
-        frame = self.rows()
+        frame, name = self.rows(), self.experiment.name
         metrics = frame[list(self.experiment.metrics)].replace("", None)
         signed = [m for m in metrics.select_dtypes("number") if "error" not in m]  # which may have a sign
         known = {e for machine in self.machines for e in store.environments(machine, self.root)}
@@ -298,10 +299,11 @@ class Chapter:
             "of an environment that machine.json lacks": (~frame["env"].dropna().isin(known)).sum(),
             "measured with earlier code": len(self.stale()),
         }
-        return [f"{self.name}: {n} of {len(frame)} cases {what}" for what, n in counts.items() if n]
+        return [f"{name}: {n} of {len(frame)} cases {what}" for what, n in counts.items() if n]
 
 
 # ---------------------------------------------------------------------------------- parameters
+@in_one_line()
 def given_parameters(namespace: Mapping[str, Any], allowed: Sequence[str]) -> dict[str, Any]:
     """The parameters, of those that are allowed, that a notebook's globals hold.
 
@@ -314,19 +316,6 @@ def given_parameters(namespace: Mapping[str, Any], allowed: Sequence[str]) -> di
     if unknown := [name for name in names if name not in allowed]:
         raise ValueError(f"unknown parameter {', '.join(unknown)}; allowed: {', '.join(allowed)}")
     return {name: namespace[name] for name in allowed if name in namespace}
-
-
-@in_one_line()
-def only_reads(namespace: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """The parameters, of those named, that a notebook's globals hold. It measures nothing: its `measure` can be no."""
-    given = given_parameters(namespace, ["measure", *names])
-    selection.choice("measure", _when(given.pop("measure", "no")), ("no",))
-    return given
-
-
-def _when(measure: Any) -> str:
-    words = {"true": "yes", "false": "no"}  # what YAML and papermill make of these two
-    return selection.choice("measure", words.get(str(measure).strip().lower(), measure), MEASURE)
 
 
 def _environment_words(environment: Mapping[str, Any]) -> str:

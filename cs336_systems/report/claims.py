@@ -26,23 +26,22 @@ def execute(notebook: Path, until: str = "", **parameters: Any) -> tuple[list[pr
     such cells displayed. `parameters` replace those of the notebook, as papermill's do. What a cell raises comes
     through, with a note that names the notebook and the cell.
     """
-    displayed: list[Any] = []
-    chosen: list[Any] = []
+    shown: list[Any] = []
     names: dict[str, Any] = {"__name__": "__main__"}
     before = len(prose.made)
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     sources = ["".join(cell["source"]) for cell in cells]
     tags = [cell["metadata"].get("tags", []) for cell in cells]
     holding = [n for n, source in enumerate(sources) if until in source or until in tags[n]]
+    show = lambda *things, **options: shown.extend(things if n in holding else ())
     with (
-        mock.patch("IPython.display.display", lambda *things, **options: displayed.extend(things)),
+        mock.patch("IPython.display.display", show),
         mock.patch.dict("os.environ", {BUILD_VARIABLE: "1"}),
         plt.rc_context({"backend": "agg"}),
     ):
         for n, source in enumerate(sources[: max(holding, default=-1) + 1]):
             if cells[n]["cell_type"] != "code" or (until and source.startswith("_ = ")):
                 continue
-            already = len(displayed)
             try:
                 exec(compile(source, f"{notebook.name}[{n + 1}]", "exec"), names)
             except Exception as error:
@@ -50,10 +49,8 @@ def execute(notebook: Path, until: str = "", **parameters: Any) -> tuple[list[pr
                 raise
             if "parameters" in tags[n]:
                 names.update(parameters)
-            if n in holding:
-                chosen += displayed[already:]
             plt.close("all")  # as Jupyter does
-    return prose.made[before:], chosen
+    return prose.made[before:], shown
 
 
 def check(root: Path) -> tuple[list[str], list[str]]:
@@ -63,16 +60,14 @@ def check(root: Path) -> tuple[list[str], list[str]]:
     are not: the page says so.
     """
     wrong, narrow, answered = [], [], set()
-    for page in ["index", *chapters_in_toc(root)]:
-        notebook = root / "book" / f"{page}.ipynb"
-        if not notebook.is_file():
-            continue
+    pages = [root / "book" / f"{page}.ipynb" for page in ["index", *chapters_in_toc(root)]]
+    for notebook in filter(Path.is_file, pages):
         for sentence in execute(notebook)[0]:
             answered.add(sentence.part)
             shown = f"{sentence.part}: {sentence.text}" if sentence.part else sentence.text
             if sentence.outcome is False:
                 against = "\n    ".join(sentence.against) or "a condition is False"
-                wrong.append(f"{page}: “{shown}”\n    {against}")
-            narrow += [f"{page}: “{shown}”\n    {text}" for text in sentence.narrow]
+                wrong.append(f"{notebook.stem}: “{shown}”\n    {against}")
+            narrow += [f"{notebook.stem}: “{shown}”\n    {text}" for text in sentence.narrow]
     unanswered = [part for part in parts() if part not in answered]
     return [*wrong, *(f"no answer to {part}" for part in unanswered)], narrow

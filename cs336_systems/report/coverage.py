@@ -6,8 +6,6 @@ import dataclasses
 import re
 from pathlib import Path
 
-from cs336_systems.store import rows as store
-
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
@@ -151,17 +149,11 @@ def parts(chapter: str = "") -> list[str]:
 
 
 def project_root() -> Path:
-    """The checkout that holds the results folder; FileNotFoundError where there is none.
-
-    With `$CS336_RESULTS` set, the checkout is the one around the working directory.
-    """
+    """The checkout around the working directory; FileNotFoundError where there is none."""
     start = Path.cwd().resolve()
     for folder in (start, *start.parents):
         if (folder / "_toc.yml").is_file() and (folder / "book").is_dir():
             return folder
-    results = store.results_root()
-    if (results.parent / "_toc.yml").is_file():
-        return results.parent
     raise FileNotFoundError(
         f"no _toc.yml and book/ in {start} or above it: run inside a checkout of cs336_systems"
     )

@@ -63,7 +63,6 @@ STYLE = {
     "lines.markersize": 4,
     "legend.frameon": False,
     "legend.fontsize": 8.5,
-    "svg.fonttype": "path",
     "pdf.fonttype": 42,
 }
 

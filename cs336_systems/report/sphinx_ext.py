@@ -6,7 +6,6 @@ book` behave alike."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import re
@@ -15,9 +14,8 @@ from typing import Any
 
 from cs336_systems.report.chapter import BUILD_VARIABLE
 
-PDF_VARIABLE = (
-    "CS336_BOOK_PDF"  # set by `cs336 book --pdf`, for its HTML and for the PDF, made of the same pages
-)
+# set by `cs336 book --pdf`, for its HTML and for the PDF, made of the same pages
+PDF_VARIABLE = "CS336_BOOK_PDF"
 # Extensions that keep nothing while reading, so that pages may be read in parallel, but do not declare it.
 _UNDECLARED = ("sphinx_jupyterbook_latex", "sphinx_multitoc_numbering", "sphinx-mathjax-offline")
 
@@ -35,20 +33,13 @@ def setup(app: Any) -> dict[str, bool | str]:
     app.connect("env-get-outdated", _every_page)
     # Twice the cores: Sphinx splits the pages into batches of equal size, of which some take longer.
     app.parallel = 2 * (os.cpu_count() or 1)
-    app.connect("env-before-read-docs", _declare_parallel)
     app.connect("env-updated", _no_failed_notebook)
-    app.connect("config-inited", _without_thebe)
+    app.connect("config-inited", _mend_extensions)
     app.connect("config-inited", _links)
     app.connect("doctree-resolved", _code_links)
     app.connect("doctree-resolved", _boxes)
     app.connect("build-finished", _panels)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
-
-
-def _declare_parallel(app: Any, env: Any, pages: list[str]) -> None:
-    """Sphinx reads in parallel, that is runs notebooks in parallel, only if every extension says that it may."""
-    for name in _UNDECLARED:
-        app.extensions[name].parallel_read_safe = True
 
 
 def _no_failed_notebook(app: Any, env: Any) -> None:
@@ -61,9 +52,12 @@ def _no_failed_notebook(app: Any, env: Any) -> None:
         raise ExtensionError(f"notebooks failed: {', '.join(failed)}")
 
 
-def _without_thebe(app: Any, config: Any) -> None:
-    """Keeps the script of jupyter-book's extension for live cells from every page: no cell is live here, and Sphinx
-    writes the script twice, which is an error in browsers."""
+def _mend_extensions(app: Any, config: Any) -> None:
+    """Sphinx reads in parallel, that is runs notebooks in parallel, only if every extension says that it may. And the
+    script of jupyter-book's extension for live cells is kept from every page: no cell is live here, and Sphinx writes
+    the script twice, which is an error in browsers."""
+    for name in _UNDECLARED:
+        app.extensions[name].parallel_read_safe = True
     for event in ("env-before-read-docs", "doctree-resolved"):
         listeners = app.events.listeners[event]
         listeners[:] = [one for one in listeners if one.handler.__module__ != "sphinx_thebe"]
@@ -118,13 +112,10 @@ def _panels(app: Any, error: Exception | None) -> None:
     if error or app.builder.format != "html":
         return
 
-    @functools.cache
-    def windows(file: str) -> str:
-        parts = panels_of((Path(app.outdir) / file).read_text(encoding="utf-8"))
-        return " ".join(",".join(f"{number:.4f}" for number in part) for part in parts)
-
     def told(image: re.Match[str]) -> str:
-        return f'{image[0]} data-panels="{found}"' if (found := windows(image[1])) else image[0]
+        parts = panels_of((Path(app.outdir) / image[1]).read_text(encoding="utf-8"))
+        found = " ".join(",".join(f"{number:.4f}" for number in part) for part in parts)
+        return f'{image[0]} data-panels="{found}"' if found else image[0]
 
     for page in Path(app.outdir).glob("*.html"):
         text = page.read_text(encoding="utf-8")

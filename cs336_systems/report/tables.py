@@ -30,7 +30,7 @@ def fmt(value: Any, digits: int = 3) -> str:
 
     Integers are shown whole, missing values as a dash.
     """
-    if value is None or (isinstance(value, float) and math.isnan(value)) or value is pd.NA:
+    if value is None or value is pd.NA:
         return EMPTY
     if isinstance(value, bool | str) or not isinstance(value, numbers.Real):
         return str(value)
@@ -38,7 +38,7 @@ def fmt(value: Any, digits: int = 3) -> str:
         return f"{int(value):,}" if abs(int(value)) >= 100_000 else str(int(value))
     value = float(value)
     if not math.isfinite(value):
-        return "∞" if value > 0 else "−∞"
+        return EMPTY if math.isnan(value) else "∞" if value > 0 else "−∞"
     if value == 0:
         return "0"
     mantissa, power = f"{value:.{digits - 1}e}".split("e")
@@ -105,9 +105,8 @@ def printed(frame: pd.DataFrame, digits: Mapping[str, int] | None = None) -> pd.
     out.attrs = {}
     for column in frame:
         texts = [fmt(value, (digits or {}).get(column, 3)) for value in frame[column]]
-        known = words.get(column, {})
-        texts = [known.get(line, t) if t == EMPTY else t for line, t in zip(frame.index, texts, strict=True)]
-        out[column] = texts
+        known = dict.fromkeys(frame.index, EMPTY) | words.get(column, {})
+        out[column] = [known[line] if t == EMPTY else t for line, t in zip(frame.index, texts, strict=True)]
     return out
 
 
@@ -167,9 +166,8 @@ def to_markdown(frame: pd.DataFrame, caption: str, name: str, wrap: bool = False
     A table wider than the PDF's page is made smaller there, and in HTML it scrolls, unless its cells may `wrap`.
     """
     heads = [str(head) for head in frame]
-    columns = [list(frame[column]) for column in frame]
     rows = list(frame.itertuples(index=False, name=None))
-    kinds = ["r" if _numeric(c) else "L" if wrap and _wraps(c) else "l" for c in columns]
+    kinds = ["r" if _numeric(c) else "L" if wrap and _wraps(c) else "l" for _, c in frame.items()]
 
     def line(texts: Iterable[str]) -> str:
         return "| " + " | ".join(t.replace("|", r"\|").replace("\n", " ") or " " for t in texts) + " |"
@@ -178,20 +176,15 @@ def to_markdown(frame: pd.DataFrame, caption: str, name: str, wrap: bool = False
     grid = "\n".join([line(heads), rule, *map(line, rows)])
     long = len(rows) > _LONG or (wrap and sum(len(_plain(text)) for row in rows for text in row) > _LONG_TEXT)
     if wrap and long:  # a table of several pages knows no L: paragraphs, wider for longer texts
-        longest = [
-            4 + max(len(_plain(t)) for t in (head, *c)) for head, c in zip(heads, columns, strict=True)
-        ]
+        longest = [4 + max(len(_plain(t)) for t in texts) for texts in zip(heads, *rows, strict=True)]
         # what columns of numbers take, some 0.6 % of a line a character, is not to be shared
         numbers = sum(length for length, k in zip(longest, kinds, strict=True) if k == "r")
         lengths = [length**0.75 * (k != "r") for length, k in zip(longest, kinds, strict=True)]
         shares = [(0.95 - 0.006 * numbers) * length / sum(lengths) for length in lengths]
         paragraph = r">{\raggedright\arraybackslash}p{%.2f\linewidth}"
         kinds = [k if k == "r" else paragraph % share for k, share in zip(kinds, shares, strict=True)]
-    between = r"@{\hspace{7pt}}" if len(heads) > 12 else ""  # else print would be too small
-    latex = f"```{{tabularcolumns}} {between.join(kinds)}\n```\n\n"
-    kind = " ".join(
-        filter(None, ["measured", "wide" * (len(heads) > _WIDE), "text" * wrap, "longtable" * long])
-    )
+    latex = f"```{{tabularcolumns}} {''.join(kinds)}\n```\n\n"
+    kind = "measured" + " wide" * (len(heads) > _WIDE) + " text" * wrap + " longtable" * long
     return f"{latex}:::{{table}} {caption}\n:name: {name}\n:class: {kind}\n:align: center\n\n{grid}\n:::\n"
 
 

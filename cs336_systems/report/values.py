@@ -44,7 +44,6 @@ class Number(float):
 
     __str__ = lambda self: format(self)
     __repr__ = lambda self: f"missing ({self.missing})" if self.missing else fmt(float(self), 4)
-    __hash__ = float.__hash__
 
 
 def missing_of(*numbers: Any) -> str:

@@ -91,14 +91,15 @@ def roof_figure(rows: pd.DataFrame, roof: Roofs) -> Figure:
 
 
 def roofline_points(chapter: Chapter) -> pd.DataFrame:
-    """bf16 kernels of this book by arithmetic intensity (FLOP/byte) and rate (TFLOP/s): square GEMMs by side; causal
-    attention, forward, one head of dimension 64, by sequence length."""
-    gemms = chapter.measured(kind="matmul", dtype="bf16", repeat=0)
+    """bf16 kernels of this book by arithmetic intensity (FLOP/byte) and rate (TFLOP/s), on the chapter's first machine:
+    square GEMMs by side; causal attention, forward, one head of dimension 64, by sequence length."""
+    machine = next(iter(chapter.machines), "")
+    gemms = chapter.on(machine).measured(kind="matmul", dtype="bf16", repeat=0)
     out = [
         {"kernel": "GEMM", "size": r.size, "intensity": r.size / 3, "tflops": float(r.tflops)}
         for r in gemms.itertuples(index=False)
     ]
-    flash = chapters.read("flash_bench", preset="full", root=chapter.root)
+    flash = chapters.read("flash_bench", preset="full", machine=machine or "auto", root=chapter.root)
     case = {"heads": 1, "head_dim": 64, "dtype": "bf16", "repeat": 0}
     for impl, name in (("flash_triton", "attention, ours"), ("reference", "attention, plain PyTorch")):
         for r in flash.measured(impl=impl, **case).itertuples(index=False):

@@ -24,7 +24,7 @@ from cs336_systems.chapters.parallelism.accounting import (
     Layout,
 )
 from cs336_systems.report import figures
-from cs336_systems.report.chapter import in_one_line, only_reads
+from cs336_systems.report.chapter import given_parameters, in_one_line
 from cs336_systems.report.prose import Number
 from cs336_systems.report.tables import fmt
 
@@ -67,7 +67,7 @@ class Setting:
     @in_one_line()
     def from_parameters(cls, namespace: Mapping[str, Any]) -> Setting:
         """The setting that a notebook's globals hold. Names in an injected cell that are no parameters are refused."""
-        return cls(**only_reads(namespace, *(field.name for field in fields(cls))))
+        return cls(**given_parameters(namespace, [field.name for field in fields(cls)]))
 
     @property
     def layout(self) -> Layout:
