@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import io
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
+from xml.etree import ElementTree
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -20,7 +21,8 @@ from cs336_systems.chapters.gpu_tests import show as gpu_tests
 from cs336_systems.chapters.index import readme
 from cs336_systems.chapters.index import show as headline
 from cs336_systems.chapters.leaderboard import measure as leaderboard
-from cs336_systems.report import build, figures, sphinx_ext, tables
+from cs336_systems.report import build, figures, narrow, sphinx_ext, tables
+from cs336_systems.report.chapter import BUILD_VARIABLE
 from cs336_systems.report.coverage import project_root as find_root
 from cs336_systems.store import process
 from cs336_systems.store import rows as store
@@ -314,20 +316,71 @@ def test_what_the_gpu_tests_said(results_root):
     assert found == expected
 
 
-@pytest.mark.parametrize(("columns", "legend"), [(1, True), (2, False), (2, True), (3, True)])
-def test_panels_are_found_in_a_picture(columns, legend):
-    """Each column's window holds its axes, none holds another's, and the legend has one of its own."""
-    figure, axes = figures.panels(columns=columns)
+@pytest.mark.parametrize("columns", [1, 2, 3, 8])
+def test_on_a_phone_panels_stand_below_one_another(columns):
+    """Each with the labels that it shared; all in the figure, and apart, the legend too."""
+    figure, axes = figures.panels(columns, sharey=True)
     for ax in axes.flat:
-        ax.plot([0, 1], [0, 1], label="a line")
-    if legend:
-        figures.legend_below(figure, *axes.flat)
-    svg = io.StringIO()
-    figure.savefig(svg, format="svg")
-    found = sphinx_ext.panels_of(svg.getvalue())
-    assert len(found) == (0 if columns == 1 else columns + legend)
-    boxes = [ax.get_position() for ax in axes.flat]
-    for (left, top, width, height), box in zip(found, boxes, strict=False):
-        assert left < box.x0 and box.x1 < left + width and top < 1 - box.y1 and 1 - box.y0 < top + height
-        assert sum(left < b.x0 < left + width for b in boxes) == 1
+        ax.plot([0, 1], [0, 1], label="a line of the legend")
+        ax.plot([0, 1], [1, 0], label="another line of the legend, a long one")
+    axes[0, 0].set_ylabel("GiB")
+    figures.legend_below(figure, *axes.flat)
+    figure.draw_without_rendering()
+    narrow.narrow(figure)
+    figure.draw_without_rendering()
+    assert figure.get_figwidth() == narrow.PHONE
+    boxes = [*(ax.get_tightbbox() for ax in axes.flat), figure.legends[0].get_window_extent()]
+    assert all(figure.bbox.padded(1).containsx(x) for box in boxes for x in box.intervalx)
+    assert all(figure.bbox.padded(1).containsy(y) for box in boxes for y in box.intervaly)
+    assert not any(a.padded(-1).overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    across = 4 if columns == 8 else 1
+    for at, ax in enumerate(axes.flat):
+        assert at % across or (ax.get_ylabel() == "GiB" and ax.get_yticklabels()[0].get_visible())
+        assert ax.get_window_extent().width >= 0.4 * figure.bbox.width / across
     plt.close(figure)
+
+
+def test_on_a_phone_long_names_break_and_have_room():
+    figure, axes = figures.panels(phone=3.4, height=2.0)
+    names = [f"{n} × 16 × 4,096 : 1,024, d 128, no mask, fp16" for n in range(12)]
+    axes[0, 0].barh(range(12), range(12))
+    axes[0, 0].set_yticks(range(12), names)
+    figure.draw_without_rendering()
+    narrow.narrow(figure)
+    figure.draw_without_rendering()
+    labels = axes[0, 0].get_yticklabels()
+    assert labels[3].get_text().replace("\N{NO-BREAK SPACE}", " ").split("\n")[1:] == ["d 128, no mask, fp16"]
+    boxes = [label.get_window_extent() for label in labels]
+    assert not any(a.overlaps(b) for a, b in itertools.pairwise(boxes)) and min(b.x0 for b in boxes) > -1
+    assert axes[0, 0].get_window_extent().width > 0.4 * figure.bbox.width
+    plt.close(figure)
+
+
+def test_a_page_names_both_layouts_of_a_figure(monkeypatch, tmp_path):
+    """Two files made of the one image that a notebook shows while the book is built; PDFs stay as they are."""
+    images = tmp_path / "_images"
+    images.mkdir()
+    shown = {}
+    for building in ("0", "1"):
+        monkeypatch.setenv(BUILD_VARIABLE, building)
+        figure, axes = figures.panels(columns=2)
+        axes[0, 0].plot([0, 1])
+        shown[building] = narrow.shown(figure)
+        plt.close(figure)
+    size = {kind: len(one["application/pdf"]) for kind, one in shown.items()}
+    assert abs(size["0"] - size["1"]) < 100 and narrow.parted(shown["0"]["image/svg+xml"])[1] == ""
+    (images / "a1.svg").write_text(shown["1"]["image/svg+xml"])
+    (images / "b2.svg").write_text("<svg></svg>")
+    page = tmp_path / "page.html"
+    page.write_text('<p><img alt="a" src="_images/a1.svg" /> <img src="_images/b2.svg" /></p>')
+    sphinx_ext._narrow(SimpleNamespace(outdir=tmp_path, builder=SimpleNamespace(format="html")), None)
+    found = page.read_text()
+    assert (
+        '_images/a1.narrow.svg"><img alt="a" src="_images/a1.svg" /></picture> <img src="_images/b2.svg" />'
+        in found
+    )
+    widths = [
+        float(ElementTree.parse(images / name).getroot().attrib["viewBox"].split()[2])
+        for name in ("a1.svg", "a1.narrow.svg")
+    ]
+    assert widths[0] > 400 and widths[1] == pytest.approx(72 * narrow.PHONE)

@@ -27,28 +27,15 @@ document.addEventListener("DOMContentLoaded", () => {
     });
   }
 
-  // on a phone the panels of a figure stand one below the other: so many windows onto the same image
-  if (matchMedia("(max-width: 600px)").matches)
-    for (const image of document.querySelectorAll("img[data-panels]")) {
-      const proportion = image.naturalWidth / image.naturalHeight;
-      const parts = image.dataset.panels.split(" ").map((part) => part.split(",").map(Number));
-      image.replaceWith(...parts.map(([left, top, width, height], number) => {
-        const panel = document.createElement("div"), copy = image.cloneNode();
-        panel.className = "panel";
-        panel.style.aspectRatio = (proportion * width) / height;
-        if (top) panel.style.minWidth = `${36 * width}rem`; // a legend's words keep their size, and scroll
-        copy.style.width = `${100 / width}%`;
-        copy.style.translate = `${-100 * left}% ${-100 * top}%`;
-        if (number) copy.alt = "";
-        panel.append(copy);
-        return panel;
-      }));
-    }
-
   // roles that screen readers no longer know, or that lack their children
   for (const item of document.querySelectorAll(".citation-list, .citation")) item.removeAttribute("role");
-  for (const figure of document.querySelectorAll("div.cell_output figure"))
-    if (figure.scrollWidth > figure.clientWidth) figure.tabIndex = 0; // for those who scroll by keys
+  // names that are not what is read on the button
+  for (const button of document.querySelectorAll("summary, .theme-switch-button, .search-button-field"))
+    button.removeAttribute("aria-label");
+  addEventListener("load", () => {
+    for (const figure of document.querySelectorAll("div.cell_output figure"))
+      if (figure.scrollWidth > figure.clientWidth) figure.tabIndex = 0; // for those who scroll by keys
+  });
 
   function compare(a, b, column) {
     const [x, y] = [a, b].map((row) => row.cells[column].textContent);

@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from cs336_systems.report import narrow
 from cs336_systems.report.tables import fmt
 
 # implementation or series → (label, color, marker)
@@ -68,14 +69,15 @@ STYLE = {
 
 
 def use() -> None:
-    """Sets the style, and vector output in notebooks (SVG for the screen, PDF for LaTeX)."""
+    """Sets the style, and what notebooks show of a figure (`narrow.shown`)."""
     from IPython import get_ipython
 
     plt.rcParams.update(STYLE)
-    if get_ipython() is not None:
+    if (shell := get_ipython()) is not None:
         from matplotlib_inline.backend_inline import set_matplotlib_formats
 
-        set_matplotlib_formats("svg", "pdf")
+        set_matplotlib_formats()  # none of its own
+        shell.display_formatter.mimebundle_formatter.for_type(Figure, narrow.shown)
 
 
 def look(name: str, position: int = 0) -> tuple[str, str, str]:
@@ -88,11 +90,14 @@ def label(name: str) -> str:
     return look(name)[0]
 
 
-def panels(columns: int = 1, rows: int = 1, height: float = 2.8, **options: Any) -> tuple[Figure, np.ndarray]:
-    """A figure of the text's width with `rows × columns` axes, returned as a 2-d array."""
+def panels(
+    columns: int = 1, rows: int = 1, height: float = 2.8, phone: float = narrow.PHONE, **options: Any
+) -> tuple[Figure, np.ndarray]:
+    """A figure of the text's width with `rows × columns` axes, returned as a 2-d array; `phone`: inches on a phone."""
     figure, axes = plt.subplots(
         rows, columns, figsize=(WIDTH, height * rows), squeeze=False, layout="constrained", **options
     )
+    narrow.widths[figure] = phone
     return figure, axes
 
 
@@ -158,7 +163,7 @@ def roof(ax: Axes, value: float | None, text: str) -> None:
         return
     ax.axhline(value, color=ROOF, ls=(0, (5, 3)), lw=1.1, zorder=2)
     ax.annotate(
-        text, (0.0, value), xycoords=("axes fraction", "data"), xytext=(3, 2), textcoords="offset points",
+        text, (0.0, value), xycoords=("axes fraction", "data"), xytext=(6, 2), textcoords="offset points",
         fontsize=8, color=ROOF,
     )  # fmt: skip
     if ax.get_yscale() == "linear":

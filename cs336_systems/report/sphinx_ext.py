@@ -6,13 +6,13 @@ book` behave alike."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from pathlib import Path
 from typing import Any
 
 from cs336_systems.report.chapter import BUILD_VARIABLE
+from cs336_systems.report.narrow import parted
 
 # set by `cs336 book --pdf`, for its HTML and for the PDF, made of the same pages
 PDF_VARIABLE = "CS336_BOOK_PDF"
@@ -38,7 +38,7 @@ def setup(app: Any) -> dict[str, bool | str]:
     app.connect("config-inited", _links)
     app.connect("doctree-resolved", _code_links)
     app.connect("doctree-resolved", _boxes)
-    app.connect("build-finished", _panels)
+    app.connect("build-finished", _narrow)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
 
 
@@ -107,54 +107,21 @@ def _code_links(app: Any, doctree: Any, page: str) -> None:
             link += literal
 
 
-def _panels(app: Any, error: Exception | None) -> None:
-    """Says of each figure with panels side by side where they are, for `book.js`, which stacks them on a phone."""
+def _narrow(app: Any, error: Exception | None) -> None:
+    """The second layout that the SVG of a figure carries becomes a file of its own, which pages show on a phone."""
     if error or app.builder.format != "html":
         return
+    for file in Path(app.outdir, "_images").glob("*.svg"):
+        first, other = parted(file.read_text(encoding="utf-8"))
+        if other:
+            file.write_text(first, encoding="utf-8")
+            file.with_suffix(".narrow.svg").write_text(other, encoding="utf-8")
 
-    def told(image: re.Match[str]) -> str:
-        parts = panels_of((Path(app.outdir) / image[1]).read_text(encoding="utf-8"))
-        found = " ".join(",".join(f"{number:.4f}" for number in part) for part in parts)
-        return f'{image[0]} data-panels="{found}"' if found else image[0]
+    def both(image: re.Match[str]) -> str:
+        file = f"{image[1]}.narrow.svg"
+        source = f'<source media="(max-width: 600px)" srcset="{file}">'
+        return f"<picture>{source}{image[0]}</picture>" if Path(app.outdir, file).is_file() else image[0]
 
     for page in Path(app.outdir).glob("*.html"):
         text = page.read_text(encoding="utf-8")
-        page.write_text(re.sub(r'src="(_images/\w+\.svg)"(?! data-panels)', told, text), encoding="utf-8")
-
-
-def panels_of(svg: str) -> list[tuple[float, float, float, float]]:
-    """(left, top, width, height), as shares of the figure's, of each column of panels of an SVG by matplotlib, and last
-    of a legend below all of them; nothing where there is one column."""
-    size = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)
-    if size is None:
-        return []
-    width, height = float(size[1]), float(size[2])
-    frames = re.findall(r'^  <g id="axes_\d+">\s*<g id="patch_\d+">\s*<path d="([^"]+)"', svg, re.M)
-    spans = ([float(x) for x in re.findall(r"[ML] ([\d.]+)", frame)] for frame in frames)
-    columns: list[list[float]] = []
-    for left, right in sorted((min(xs), max(xs)) for xs in spans):
-        # the same column, or one too narrow to stand alone, as a bar of colors is
-        if columns and (
-            left < columns[-1][1] or width > 12 * min(right - left, columns[-1][1] - columns[-1][0])
-        ):
-            columns[-1][1] = max(columns[-1][1], right)
-        else:
-            columns.append([left, right])
-    gaps = [(right / width, (left - right) / width) for (_, right), (left, _) in itertools.pairwise(columns)]
-    # numbers at the ends of bars reach into a wide gap, a label of the next panel into a narrow one
-    cuts = [0.0, *(right + (0.02 if gap > 0.1 else 0.01) for right, gap in gaps), 1.0]
-    widths = [b - a for a, b in itertools.pairwise(cuts)]
-    vertical = re.findall(r'^   <g id="matplotlib\.axis_\d*[02468]">.*?^   </g>', svg, re.M | re.S)
-    # all panels have labels at their left, or none has
-    own = len({'id="text_' in axis for axis in vertical}) < 2
-    shared = not own and max(widths) > 1.4 * min(widths)  # the widest has labels that all need
-    if len(columns) < 2 or shared:
-        return []
-    legend = re.search(r'^  <g id="legend_\d+">.*?^  </g>', svg, re.M | re.S)
-    texts = re.findall(r'<g transform="translate\(([\d.]+) ([\d.]+)\)', legend[0]) if legend else []
-    end = min([height, *(float(y) - 10 for _, y in texts)]) / height  # of letters, from their baseline
-    found = [(left, 0.0, wide, end) for left, wide in zip(cuts[:-1], widths, strict=True)]
-    if texts:
-        margin = min(float(x) - 30 for x, _ in texts) / width  # left of what a text is about; it is centered
-        found.append((margin, end, 1 - 2 * margin, 1 - end))
-    return found
+        page.write_text(re.sub(r'<img [^>]*src="(_images/\w+)\.svg"[^>]*>', both, text), encoding="utf-8")

@@ -165,7 +165,7 @@ def schedule_figure() -> Figure:
     """Warp specialization: a producer warp and two groups of a forward program, time to the right. While one group
     computes a softmax, the other one multiplies. A drawing: no numbers."""
     colors = {"load": "#b9c4cc", "matmuls": "#0072B2", "softmax": "#E69F00"}
-    drawn, axes = figures.panels(height=1.25)
+    drawn, axes = figures.panels(height=1.25, phone=6)
     ax = axes[0, 0]
     loads = [(0, "$Q, K_0$"), (0.6, "$K_1, V_0$"), (2.15, "$K_2, V_1$"), (4.15, "$K_3, V_2$")]
     bars = [(0, "load", start, 0.55, text) for start, text in loads]
@@ -366,7 +366,7 @@ def models_figure(rows: pd.DataFrame) -> Figure:
     frame = frame[frame["machine"] == frame["machine"].iloc[0]]
     lines = frame[["kind", "shape"]].drop_duplicates()
     widths = {"width_ratios": (len(models.IMPLS) + 1, len(models.IMPLS))}  # FlashAttention-3 has no backward
-    drawn, axes = figures.panels(2, height=1.3 + 0.2 * len(lines), sharey=True, gridspec_kw=widths)
+    drawn, axes = figures.panels(2, height=1.3 + 0.2 * len(lines), phone=4.3, sharey=True, gridspec_kw=widths)
     for ax, part in zip(axes[0], shapes.PARTS, strict=True):
         cells = frame[frame["pass"] == part].set_index("shape").reindex(lines["shape"])
         peers = [head for head in cells if head.startswith("×") and cells[head].notna().any()]
@@ -375,7 +375,7 @@ def models_figure(rows: pd.DataFrame) -> Figure:
         ratios = cells.assign(**{"ms": math.nan, "TFLOP/s": math.nan})
         figures.heat(ax, ratios.set_axis(range(cells.shape[1]), axis=1), 0.5, words, digits=3)
         ax.set_xticks(range(cells.shape[1]), cells.columns, rotation=90, fontsize=8)
-        ax.tick_params(axis="y", labelsize=8)
+        ax.tick_params(axis="y", labelsize=8, pad=7)  # numbers are wider than their cells
         ax.set_title(part)
         for at in range(1, len(lines)):
             if lines["kind"].iloc[at] != lines["kind"].iloc[at - 1]:

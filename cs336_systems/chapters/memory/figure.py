@@ -71,7 +71,7 @@ def draw(ax: Axes, timeline: Timeline, without: Sequence[str] = ()) -> None:
     )  # fmt: skip
     for event, asked, _ in timeline.out_of_memory:
         ax.axvline(event, color=COLORS["gradients"], ls=":", lw=1.2, zorder=4)
-        ax.annotate(f"out of memory, {fmt(asked / GIB)} GiB asked for ", (event, 0.5), fontsize=FONT, zorder=5,
+        ax.annotate(f"out of memory, {fmt(asked / GIB)} GiB asked for ", (event, 0.15), fontsize=FONT, zorder=5,
                     xycoords=("data", "axes fraction"), ha="right" if event > events.mean() else "left")  # fmt: skip
     ends = [*(stage.begin for stage in timeline.stages[1:]), timeline.num_events]
     kinds = [stage.name.split(" ")[0] for stage in timeline.stages]
