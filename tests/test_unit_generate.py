@@ -102,7 +102,7 @@ def test_choices_follow_their_probabilities():
     for sampling, expected in (
         (how(), [50, 30, 15, 5]), (how(top_k=2), [5, 3, 0, 0]), (how(top_p=0.79), [5, 3, 0, 0]),
         (how(top_p=0.81), [50, 30, 15, 0]), (how(temperature=0.5), [25, 9, 2.25, 0.25]),
-        (how(temperature=0), [1, 0, 0, 0]),
+        (how(temperature=0), [1, 0, 0, 0]), (how(top_p=1e-300), [1, 0, 0, 0]),
     ):  # fmt: skip
         drawn = (
             torch.tensor([choose(sampling, logits, random) for _ in range(3000)]).bincount(minlength=4) / 3000

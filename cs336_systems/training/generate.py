@@ -32,7 +32,7 @@ def choose(how: Generation, logits: Tensor, random: torch.Generator) -> int:
     if how.top_p < 1:
         ordered, order = p.sort(descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered  # what the likelier ones make up
-        p[order[before >= how.top_p]] = 0
+        p[order[1:][before[1:] >= how.top_p]] = 0  # the likeliest stays: a small `top_p` is 0 in fp32
     return int(torch.multinomial(p, 1, generator=random))
 
 
