@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from cs336_systems.cli.main import app
-from cs336_systems.training import checkpoints, config, log, pipeline, resuming
+from cs336_systems.training import checkpoints, config, log, modes, pipeline, resuming
 
 SMALL = {
     "text.train_mb": 0.06, "text.valid_mb": 0.02, "tokenizer.vocab_size": 400, "model.size": "tiny",
@@ -71,6 +71,13 @@ def test_from_text_to_samples_and_again(tmp_path, monkeypatch):
     assert again["valid_loss"] == result["valid_loss"] and len(again["samples"]) == 1
     assert any("holds it already" in line for line in said)
     assert (out / "checkpoints" / "step-00000006" / "model.safetensors").stat().st_mtime_ns == weights
+
+
+def test_a_run_on_a_cpu_asks_for_no_gpu_at_its_end(tmp_path, monkeypatch):
+    asked, device_of = [], modes.device_of
+    monkeypatch.setattr(modes, "device_of", lambda device: asked.append(device) or device_of(device))
+    pipeline.train(made(tmp_path, run__device="cpu", generation__samples=1), lambda line: None)
+    assert set(asked) == {"cpu"}
 
 
 def test_a_finished_run_is_no_result_of_another_text(tmp_path):

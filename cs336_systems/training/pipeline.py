@@ -198,7 +198,7 @@ def _finish(config: TrainingConfig, result: dict[str, Any], say: Say) -> dict[st
     # not the path that it was saved under: the folder may have been moved
     how, place = config.generation, out / "checkpoints" / Path(result["checkpoint"]).name
     if how.samples and (place / TOKENIZER).is_file():
-        result["samples"] = written(*trained(place), [how.prompt] * how.samples, how)
+        result["samples"] = written(*trained(place, config.run.device), [how.prompt] * how.samples, how)
         for sample in result["samples"]:
             say(f"\n{sample}")
         files.replace({out / "samples.txt": "\n\n".join(result["samples"]) + "\n"})
