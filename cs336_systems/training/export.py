@@ -18,7 +18,6 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from cs336_systems.sizes import ModelConfig
@@ -41,15 +40,15 @@ def export(place: Path, folder: Path, say: pipeline.Say = print) -> list[Path]:
     """
     model, tokenizer, end_of_text = pipeline.trained(place, "cpu", say)
     end = tokenizer.id_to_token(end_of_text)
-    # a prompt begins as documents do, after the end of another
-    starting = Tokenizer.from_str(tokenizer.to_str())
-    starting.post_processor = TemplateProcessing(single=[end, "$A"], special_tokens=[(end, end_of_text)])
+    # a prompt begins as documents do, after the end of another (by an id of its own: a token's may look like `$A`)
+    begin = {"id": "begin", "ids": [end_of_text], "tokens": [end]}
+    tokenizer.post_processor = TemplateProcessing(single=["begin", "$A"], special_tokens=[begin])
     weights = llama_weights(model.state_dict(), model.config.d_head)
     special = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
     told: dict[str, Any] = {
         "config.json": llama_config(model.config, model.ln_final.eps) | special,
         "generation_config.json": special,
-        "tokenizer.json": json.loads(starting.to_str()),
+        "tokenizer.json": json.loads(tokenizer.to_str()),
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end, "eos_token": end,
             "model_max_length": model.config.context_length, "clean_up_tokenization_spaces": False,
