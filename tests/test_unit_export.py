@@ -110,3 +110,13 @@ def test_what_cannot_be_exported_is_told(tmp_path):
     done = cs336("export", tmp_path, "--hf", tmp_path / "out")
     assert done.exit_code == 2 and "neither a checkpoint nor" in done.stderr
     assert cs336("export", tmp_path).exit_code == 2
+
+
+def test_a_run_and_its_checkpoints_are_not_written_over(exported):
+    run = exported[-1].parent / "run"
+    [step] = run.glob("checkpoints/*")
+    before = {file: file.read_bytes() for place in (run, step) for file in place.iterdir() if file.is_file()}
+    for place in (run, step):
+        done = cs336("export", run, "--hf", place)
+        assert done.exit_code == 2 and f"{place} holds a run or a checkpoint" in done.stderr
+    assert {file: file.read_bytes() for file in before} == before

@@ -36,8 +36,11 @@ _NAMES = {
 def export(place: Path, folder: Path, say: pipeline.Say = print) -> list[Path]:
     """Writes config.json, generation_config.json, model.safetensors, tokenizer.json and tokenizer_config.json.
 
-    place, say: as of `pipeline.trained`. Errors: its own; OSError where it cannot be written.
+    place, say: as of `pipeline.trained`. Errors: its own; ValueError for the folder of a run or a checkpoint, which has
+    files of these names; OSError where it cannot be written.
     """
+    if any((folder / name).exists() for name in ("checkpoints", "checkpoint.json")):
+        raise ValueError(f"{folder} holds a run or a checkpoint; choose another folder")
     model, tokenizer, end_of_text = pipeline.trained(place, "cpu", say)
     end = tokenizer.id_to_token(end_of_text)
     # a prompt begins as documents do, after the end of another (by an id of its own: a token's may look like `$A`)
