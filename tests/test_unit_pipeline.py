@@ -21,7 +21,7 @@ pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models
 from typer.testing import CliRunner
 
 from cs336_systems.cli.main import app
@@ -153,6 +153,15 @@ def test_a_text_of_ones_own_and_random_tokens(tmp_path):
     assert own["floor"] is None and own["valid_loss"] < 6
     drawn = pipeline.train(made(tmp_path / "random", text__source="random"), lambda line: None)
     assert drawn["floor"] == pytest.approx(5.99, abs=0.01) and "samples" not in drawn
+
+
+def test_a_tokenizer_of_few_letters(tmp_path):
+    letters = {"<|endoftext|>": 0, "a": 1, "b": 2, "c": 3, " ": 4}
+    Tokenizer(models.BPE(letters, [])).save(str(tmp_path / "letters.json"))
+    (tmp_path / "text.txt").write_text("a cab " * 3000)
+    own = {"text__source": str(tmp_path / "text.txt"), "tokenizer__path": str(tmp_path / "letters.json")}
+    result = pipeline.train(made(tmp_path / "run", **own), lambda line: None)
+    assert result["valid_loss"] < np.log(5) + 0.5 and len(result["samples"]) == 2
 
 
 def tokens_of_stories(out):
@@ -374,8 +383,6 @@ def test_a_text_ends_with_all_that_was_written(monkeypatch):
 
 def test_a_space_after_the_prompt_is_not_lost(monkeypatch):
     """By itself a piece that begins with SentencePiece's space is decoded without it."""
-    from tokenizers import decoders, models
-
     from cs336_systems.training import generate
 
     tokenizer = Tokenizer(models.WordLevel({"<end>": 0, "\u2581The": 1, "\u2581dog": 2, "s": 3}, "<end>"))
