@@ -371,7 +371,7 @@ def test_a_text_ends_with_all_that_was_written(monkeypatch):
     from cs336_systems.training import generate
 
     class Letters:
-        encode = lambda self, text, add_special_tokens: types.SimpleNamespace(ids=[1])
+        encode_batch_fast = lambda self, texts, **how: [types.SimpleNamespace(ids=[1]) for _ in texts]
         decode = lambda self, ids: bytes(ids).decode(errors="replace")
 
     told = ["fä".encode()[:-1], "fä".encode(), "f\ufffd".encode(), b"f\xffa\xe2\x82", b""]
@@ -389,7 +389,7 @@ def test_a_space_after_the_prompt_is_not_lost(monkeypatch):
     tokenizer.decoder = decoders.Metaspace()
     monkeypatch.setattr(generate, "generate", lambda *_, **__: iter([[2], [3]]))
     speaks = types.SimpleNamespace(
-        encode=lambda text, add_special_tokens: types.SimpleNamespace(ids=[1]), decode=tokenizer.decode
+        encode_batch_fast=lambda texts, **how: [types.SimpleNamespace(ids=[1])], decode=tokenizer.decode
     )
     assert pipeline.written(None, speaks, 0, ["The"], config.Generation(tokens=2)) == ["The dogs"]
 

@@ -240,19 +240,18 @@ def spoken(
     are `how.tokens`. end: the token that ends a text; as in training it stands before each."""
     from cs336_systems.training.generate import generate
 
-    ids = [[end, *tokenizer.encode(prompt, add_special_tokens=False).ids] for prompt in prompts]
-    new: list[list[int]] = [[] for _ in prompts]
-    shown = [tokenizer.decode(prompt) for prompt in ids]  # by itself a first token may lose its space
-    for tokens_of_all in generate(model, ids, how, stop=end):
+    texts = [[end, *found.ids] for found in tokens.encoded(tokenizer, prompts)]
+    shown = [tokenizer.decode(text) for text in texts]  # by itself a first token may lose its space
+    for tokens_of_all in generate(model, texts, how, stop=end):
         for n, token in enumerate(tokens_of_all):
             if token is not None:
-                new[n].append(token)
-                known = tokenizer.decode([*ids[n], *new[n]])
+                texts[n].append(token)
+                known = tokenizer.decode(texts[n])
                 if not known.endswith("\ufffd"):  # a character whose last bytes are still to come
                     yield n, known[len(shown[n]) :]
                     shown[n] = known
-    for n, some in enumerate(new):
-        if last := tokenizer.decode([*ids[n], *some])[len(shown[n]) :]:  # a character that was never ended
+    for n, text_ids in enumerate(texts):
+        if last := tokenizer.decode(text_ids)[len(shown[n]) :]:  # a character that was never ended
             yield n, last
 
 
