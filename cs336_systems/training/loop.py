@@ -151,20 +151,18 @@ class Trainer:
         if limit and not everything:
             windows = min(windows, max(1, limit // self.sizes.context_length))
         mine = range(self.number, windows, self.world)
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        nats = torch.zeros((), dtype=torch.float64, device=self.device)
         # as often as the first rank, which has the most: a sharded model is called by all
         for start in range(0, math.ceil(windows / self.world), self.sequences):
             some = mine[start : start + self.sequences]
             ids, targets, *documents = self._tensors(self.held_out.windows_at(some or range(1)))
             with modes.autocast(self.dtype, self.device):
                 logits = self.model(ids, *documents)
-            if not some:
-                continue
-            nats = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-            total += torch.stack([nats.double(), torch.tensor(float(targets.numel()), device=self.device)])
+            if some:
+                nats += F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
         if self.world > 1:
-            dist.all_reduce(total)
-        return (total[0] / total[1]).item()
+            dist.all_reduce(nats)
+        return nats.item() / (windows * self.sizes.context_length)
 
     def bits_per_byte(self, loss: float | None) -> float | None:
         """A loss in nats a token as bits a byte of the held-out text; None where its tokens are not all of it."""
