@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -363,11 +362,9 @@ class Trainer:
 
 @contextmanager
 def on_sigterm(act: Callable[[], None]) -> Iterator[None]:
-    """Within its block SIGTERM calls `act`, in the main thread, which alone hears signals."""
-    hears = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, lambda *_: act()) if hears else None
+    """Within its block, which the main thread runs, SIGTERM calls `act`."""
+    before = signal.signal(signal.SIGTERM, lambda *_: act())
     try:
         yield
     finally:
-        if hears:
-            signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, before)
