@@ -8,9 +8,8 @@
         checkpoint.json       step, tokens, losses, the configuration, size and SHA-256 of the files above, and SHA-256
                               of the files that were learned from ("data")
 
-A checkpoint is written beside its place, synced to disk, and renamed. `load` holds it against the digests, and its
-content against what it should be: whatever is wrong is one FileError. `best` is a file with the name of the one
-with the lowest validation loss.
+A checkpoint is written beside its place, synced to disk, and renamed. `load` holds it against the digests; whatever is
+wrong is one FileError. `best` is a file with the name of the one with the lowest validation loss.
 """
 
 from __future__ import annotations
@@ -161,8 +160,6 @@ def load(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str,
         found, states = told(path, sound=True), []
         with reading(model):
             weights = safetensors.torch.load_file(model)
-            if other := {str(tensor.dtype) for tensor in weights.values()} - {"torch.float32"}:
-                raise ValueError(f"weights in {', '.join(sorted(other))}; they are saved in torch.float32")
         for file in others:
             with reading(file):
                 states.append(torch.load(file, map_location="cpu", weights_only=True))
