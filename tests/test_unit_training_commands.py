@@ -44,7 +44,7 @@ WRONG = [  # --set, and what the line names
     ("run.compile=yes", "off, attention, blocks, whole, graphs"), ("parallel.nproc=3", "multiple of 3"),
     ("parallel.wrapper=zero3", "in_place, torch, fsdp"), ("checkpoints.resume=/no/such", "no, auto, the folder"),
     ("generation.top_p=0", "above 0"), ("out=", "it must name a folder"), ("text.source=/no/such", "/no/such"),
-    ("checkpoints.init_from=/no/such", "/no/such holds no weights"),
+    ("checkpoints.init_from=/no/such", "/no/such is missing"),
     ("generation.temperature=1e-300", "1e-6 or more"), ("model.num_layers=100000000", "GiB are free"),
     ("model.attention=flash_cuda", "is unavailable"), ("generation.prompt=\ud800", "is not UTF-8"),
 ]  # fmt: skip
