@@ -117,12 +117,8 @@ def keep(folder: Path, count: int, step: int) -> None:
 def best_of(folder: Path) -> Path | None:
     """The best of a folder's checkpoints, if one was marked."""
     mark = folder / "best"
-    if not mark.is_file():
-        return None
     with reading(mark):
-        if not _NAME.fullmatch(name := mark.read_text(encoding="utf-8").strip()):
-            raise ValueError(f"{name[:40]!r} is no name of a checkpoint")
-    return folder / name
+        return folder / mark.read_text(encoding="utf-8").strip() if mark.is_file() else None
 
 
 # ---------------------------------------------------------------------------------------------------------- reading
