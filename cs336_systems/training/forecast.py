@@ -53,7 +53,7 @@ def check_fits(config: TrainingConfig, world_size: int, vocab_size: int = 257) -
     from cs336_systems.training import modes
 
     for_ranks(config, world_size)
-    check_trackers(config.logging.tensorboard, config.logging.wandb)
+    check_trackers(config.logging)
     device = modes.device_of(config.run.device)
     if (name := config.model.attention) != "auto" and (reason := availability()[name]):
         raise ValueError(f"model.attention={name!r} is unavailable: {reason}")

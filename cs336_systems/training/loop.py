@@ -238,12 +238,12 @@ class Trainer:
     # -------------------------------------------------------------------------------------------------------- the run
     def run(self) -> dict[str, Any]:
         """Trains to the end, or until it is asked to stop; what came of it, as JSON has it."""
-        out, told, log, valid = self.out, self.config.logging, None, None
+        out, log, valid = self.out, None, None
         if self.number == 0:
             out.mkdir(parents=True, exist_ok=True)
             if self.world == 1:  # of several the launcher may have been asked already
                 (out / STOP).unlink(missing_ok=True)
-            log = RunLog(out, self.step, self.total, told.tensorboard, told.wandb, self.config.to_dict())
+            log = RunLog(self.config, self.step, self.total)
         try:
             count = 0 if self.number else self.config.run.profile
             with on_sigterm(self._ask_to_stop), recording(out, count) as traced:
