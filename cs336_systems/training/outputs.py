@@ -139,16 +139,13 @@ def making(folder: Path) -> Iterator[Path]:
 def recorded(record: Path, about: Mapping[str, Any]) -> dict[str, Any]:
     """Writes a JSON file beside the files of a folder: `about`, and the size and SHA-256 of each; all are on the disk
     when it returns what it wrote."""
-    told = {**about, "files": {path.name: synced(path) for path in sorted(record.parent.iterdir())}}
+    told: dict[str, Any] = {**about, "files": {}}
+    for path in sorted(record.parent.iterdir()):
+        sync(path)
+        told["files"][path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
     record.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     sync(record)
     return told
-
-
-def synced(path: Path) -> dict[str, Any]:
-    """Bytes and SHA-256 of a file, after it is on the disk."""
-    sync(path)
-    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
 def sync(path: Path) -> None:
