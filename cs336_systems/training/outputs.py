@@ -90,9 +90,7 @@ def reading(file: Path, advice: str = "") -> Iterator[None]:
     except (FileError, MemoryError):
         raise
     except FileNotFoundError as error:
-        gone = Path(error.filename or file)
-        what = f"{gone} is missing" if gone == file else f"{file} tells of {gone}, which is missing"
-        raise FileError(what + advice) from error
+        raise FileError(f"{error.filename or file} is missing{advice}") from error
     except Exception as error:  # unpickling alone raises anything
         why = next(filter(None, map(str.strip, str(error).splitlines())), "")
         raise FileError(f"{file} is damaged: {type(error).__name__}: {why[:200]}{advice}") from error
