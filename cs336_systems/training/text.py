@@ -109,15 +109,11 @@ def prepare(
 
     told = outputs.stage(folder, "text", made_from, make, log, expected)
     with outputs.reading(folder / "text.json", outputs.ANEW):
-        train, valid = (_split(folder / f"{name}.txt", told) for name in ("train", "valid"))
+        train, valid = (
+            Split(folder / file, sha256=told["files"][file]["sha256"], **told["splits"][name])
+            for name, file in (("train", "train.txt"), ("valid", "valid.txt"))
+        )
     return TextInfo(kind, config.seed, train, valid)
-
-
-def _split(path: Path, told: dict[str, Any]) -> Split:
-    split = Split(path, sha256=told["files"][path.name]["sha256"], **told["splits"][path.stem])
-    if split.bytes + split.documents * len(documents.END) != path.stat().st_size:
-        raise ValueError(f"{path.name} is of another size")
-    return split
 
 
 def _stories(config: Text) -> _Source:
