@@ -91,11 +91,8 @@ def prepare(
                 for some in ids:
                     out.write(some.astype(dtype))
                 counts[name] = out.tell() // dtype.itemsize
-        kind = "random " if random else "ready " * (not of_text)
-        about, lossless = (
-            f"{counts['train']:,} and {counts['valid']:,} {kind}tokens of {vocab_size:,}",
-            random,
-        )
+        about = f"{counts['train']:,} and {counts['valid']:,} tokens of {vocab_size:,}"
+        lossless = random
         if of_text:
             short = "" if given or vocab_size == config.vocab_size else f" ({config.vocab_size:,} asked for)"
             about += f"{short}, {text.train.bytes / counts['train']:.2f} bytes each"
