@@ -410,7 +410,6 @@ def test_what_is_damaged_is_named(tmp_path):
         (tokenizer, json.dumps(other), speak),
         (tmp_path / "checkpoints" / "best", b"\xff", speak),
         (tmp_path / "result.json", deep, again),
-        (tmp_path / "result.json", json.dumps({"digest": pipeline.digest(made(tmp_path)), "stopped": False}), again),
         (tmp_path / "log.csv", b"\xff\xfe", again),
         (tmp_path / "log.csv", ",".join(log.COLUMNS) + "\n1,2x" + "," * 11 + "\n", again),
     ):  # fmt: skip

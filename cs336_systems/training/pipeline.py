@@ -144,8 +144,6 @@ def _finished(config: TrainingConfig) -> dict[str, Any] | None:
         return None
     with outputs.reading(path, advice="; remove it, or choose another out"):
         result = json.loads(content(path))
-        for key in ("step", "checkpoint", "valid_loss", "bits_per_byte", "floor"):
-            result[key]
         return result if result["digest"] == digest(config) and not result["stopped"] else None
 
 
