@@ -25,6 +25,10 @@ COLUMNS = (
 )  # fmt: skip
 """loss and valid_loss in nats a token; seconds of training: evaluation, checkpoints and the first step, which compiles,
 left out; skipped_steps: those that fp16's gradient scaling has skipped so far."""
+_SAID = {
+    "loss": "loss {:.4f}", "valid_loss": "valid {:.4f}", "bits_per_byte": "{:.4f} bits/byte",
+    "grad_norm": "grad norm {:.2f}", "tokens_per_s": "{:,.0f} tokens/s", "mfu": "MFU {:.1%}", "peak_gib": "{:.1f} GiB",
+}  # fmt: skip
 
 
 def check_trackers(told: Logging) -> None:
@@ -79,20 +83,13 @@ class RunLog:
         """Adds the line of a step: values by COLUMNS."""
         with open(self.file, "a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(values)
+        step = values["step"]
         known = {name: value for name, value in values.items() if value is not None and name != "step"}
-        self._tell(values["step"], known)
         for name, value in known.items() if self._board else ():
-            self._board.add_scalar(name, value, values["step"])
+            self._board.add_scalar(name, value, step)
         if self._wandb:
-            self._wandb.log(known, step=values["step"])
-
-    def _tell(self, step: int, known: Mapping[str, Any]) -> None:
-        forms = {
-            "loss": "loss {:.4f}", "valid_loss": "valid {:.4f}", "bits_per_byte": "{:.4f} bits/byte",
-            "grad_norm": "grad norm {:.2f}", "tokens_per_s": "{:,.0f} tokens/s", "mfu": "MFU {:.1%}",
-            "peak_gib": "{:.1f} GiB",
-        }  # fmt: skip
-        said = ", ".join(form.format(known[name]) for name, form in forms.items() if name in known)
+            self._wandb.log(known, step=step)
+        said = ", ".join(form.format(known[name]) for name, form in _SAID.items() if name in known)
         if self._bar.disable:
             print(f"step {step}, {said}", flush=True)
         else:
