@@ -90,7 +90,7 @@ class Trainer:
         steps = {"steps": length, "tokens": length / self.step_tokens, "epochs": epochs}.get(kind)
         self.total = None if steps is None else max(1, math.ceil(steps))  # None: minutes decide
         limit_s = 60 * length if kind == "minutes" else math.inf
-        self.clock = Clock(limit_s, self.device, self.number, self.world)
+        self.clock = Clock(limit_s, self.device, self.world)
         self.loss = torch.zeros((), device=self.device)  # of the last step, on this rank
         self._sum = torch.zeros((), device=self.device)  # of the losses since the last line of the log
         self._count = 0
@@ -241,8 +241,6 @@ class Trainer:
         out, log, valid = self.out, None, None
         if self.number == 0:
             out.mkdir(parents=True, exist_ok=True)
-            if self.world == 1:  # of several the launcher may have been asked already
-                (out / STOP).unlink(missing_ok=True)
             log = RunLog(self.config, self.step, self.total)
         try:
             count = 0 if self.number else self.config.run.profile
@@ -251,6 +249,7 @@ class Trainer:
         finally:
             if log:
                 log.close()
+                (out / STOP).unlink(missing_ok=True)  # it was for this run
         return {
             "step": self.step, "tokens": self.step * self.step_tokens, "valid_loss": valid,
             "seconds": self.clock.seconds, "bits_per_byte": self.bits_per_byte(valid), "floor": self.data.floor,
