@@ -214,7 +214,8 @@ class Trainer:
         another run (`resuming.check`)."""
         about, weights, moments, state = checkpoints.load(path)
         resuming.check(path, about, self.config, self.dtype)
-        optimizer.keep_settings(self.optimizer, moments)
+        for saved, own in zip(moments["param_groups"], self.optimizer.param_groups, strict=True):
+            saved |= own | {"params": saved["params"]}  # settings may be others by now
         if self.sharded:
             named = {_INSIDE + name: tensor for name, tensor in weights.items()}
             self._sharded_state().load_full_state_dict(named, moments)
