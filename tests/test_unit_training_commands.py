@@ -229,7 +229,8 @@ def stub_of_wandb(monkeypatch, mode):
         log = lambda values, step: told.append((step, values))
         return types.SimpleNamespace(log=log, finish=lambda: told.append("finished"))
 
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, login=begun))
+    stub = types.SimpleNamespace(init=init, login=begun, __spec__="of a module that is installed")
+    monkeypatch.setitem(sys.modules, "wandb", stub)
     monkeypatch.setenv("WANDB_MODE", mode)
     return told
 

@@ -7,7 +7,6 @@ import csv
 import math
 import os
 import secrets
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ _SAID = {
 def check_trackers(told: Logging) -> None:
     """ValueError, in a line, for a tracker that is asked for and not installed, and for wandb without a login."""
     for name, asked in (("tensorboard", told.tensorboard), ("wandb", told.wandb)):
-        if asked and sys.modules.get(name) is None and not has_module(name):
+        if asked and not has_module(name):
             raise ValueError(f"logging.{name} needs a package: pip install 'cs336-systems[{name}]'")
     if told.wandb:
         try:
