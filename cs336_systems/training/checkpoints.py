@@ -5,8 +5,8 @@
         optimizer.pt          the optimizer's state, as the plain optimizer would save it
         state.pt              the gradient scaler, and the random state of each rank
         tokenizer.json        what its ids mean, unless they are drawn at random
-        checkpoint.json       step, tokens, losses, the configuration, size and SHA-256 of the files above, and SHA-256
-                              of the files that were learned from ("data")
+        checkpoint.json       step, seconds, the configuration, size and SHA-256 of the files above, and SHA-256 of the
+                              files that were learned from ("data")
 
 A checkpoint is written beside its place, synced to disk, and renamed. `load` holds it against the digests; whatever is
 wrong is one FileError. `best` is a file with the name of the one with the lowest validation loss.

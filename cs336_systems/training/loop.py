@@ -200,10 +200,9 @@ class Trainer:
                 sums = torch.stack([rank.pop("sum") for rank in ranks])
                 state = {"scaler": self.scaler.state_dict(), "random": ranks, "sum": sums}
                 about = {
-                    "count": self._count, "seconds": self.clock.seconds, "progress": self.progress(),
-                    "best": self.best if math.isfinite(self.best) else None, "world_size": self.world,
-                    "vocab_size": self.data.vocab_size, "config": self.config.to_dict(), "dtype": self.dtype,
-                    "data": dict(self.data.files),
+                    "count": self._count, "seconds": self.clock.seconds, "data": dict(self.data.files),
+                    "best": self.best if math.isfinite(self.best) else None, "dtype": self.dtype,
+                    "vocab_size": self.data.vocab_size, "config": self.config.to_dict(),
                 }  # fmt: skip
                 checkpoints.save(self.folder, self.step, weights, moments, state, about, self.tokenizer)
                 checkpoints.keep(self.folder, self.config.checkpoints.keep, self.step)
