@@ -18,10 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.store import files
-from cs336_systems.store.files import alone, content
 from cs336_systems.training import batches, forecast, outputs, resuming, text, tokens
 from cs336_systems.training.config import Generation, TrainingConfig, load
-from cs336_systems.training.tokens import end_of_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -81,7 +79,7 @@ def _begin(config: TrainingConfig, world_size: int, say: Say, held: contextlib.E
 
     if not (result := _finished(config)):
         forecast.check_fits(config, world_size)
-    held.enter_context(alone(Path(config.out)))
+    held.enter_context(files.alone(Path(config.out)))
     if result:
         prepare(config, say)  # of a text that has changed since, this is no result
         say(f"training: {config.out} holds it already, {result['step']} steps")
@@ -143,7 +141,7 @@ def _finished(config: TrainingConfig) -> dict[str, Any] | None:
     if not (path := Path(config.out) / "result.json").exists():
         return None
     with outputs.reading(path, advice="; remove it, or choose another out"):
-        result = json.loads(content(path))
+        result = json.loads(files.content(path))
         return result if result["digest"] == digest(config) and not result["stopped"] else None
 
 
@@ -228,7 +226,7 @@ def trained(place: Path, device: str = "auto", say: Say = _silent) -> tuple[Tran
     model = build(sizes, "auto", device=modes.device_of(device)).requires_grad_(False)
     checkpoints.into(model, weights, f"what checkpoint.json in {path} describes")
     tokenizer = tokens.load_tokenizer(file, config.tokenizer.separator)
-    return model, tokenizer, end_of_text(tokenizer, config.tokenizer.separator)
+    return model, tokenizer, tokens.end_of_text(tokenizer, config.tokenizer.separator)
 
 
 def spoken(
