@@ -55,9 +55,8 @@ def stage(
     except OSError as error:
         raise OSError(f"cannot write {folder}: {error.strerror or error}") from error
     if taken:
-        with reading(record, ANEW):
-            if wrong := first_wrong(folder, told["files"]):
-                raise FileError(f"{wrong}; remove {record} to make it anew")
+        if wrong := first_wrong(folder, told["files"]):
+            raise FileError(f"{wrong}; remove {record} to make it anew")
         _hold(told["files"], expected, folder)
     verb = "took" if taken else "made"
     log(f"{name}: {verb} {folder} in {time.perf_counter() - started:.1f} s: {told['about']}")
