@@ -11,6 +11,7 @@ pytest.importorskip("tokenizers")
 
 import safetensors.torch  # noqa: E402
 from test_unit_pipeline import cs336, made  # noqa: E402
+from tokenizers import Tokenizer  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 from cs336_systems.training import pipeline  # noqa: E402
@@ -21,7 +22,8 @@ TEXTS = ("Once upon a time there was", "A cat — ünïcode 🙂\n\n two  blanks
 @pytest.fixture(scope="module", params=[0, 2], ids=["", "grouped"])
 def exported(request, tmp_path_factory):
     """A trained model of four heads, its tokenizer, and the folder that was written of it."""
-    run, out = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("export") / "hf"
+    folder = tmp_path_factory.mktemp("exported")
+    run, out = folder / "run", folder / "hf"
     pipeline.train(
         made(run, model__num_heads=4, model__num_kv_heads=request.param, generation__samples=0),
         lambda line: None,
@@ -89,7 +91,32 @@ def test_transformers_loads_it_with_the_same_logits_and_tokens(exported):
     assert same.is_fast and same.model_max_length == model.config.context_length
 
 
+@pytest.mark.parametrize("separator", ["<doc:1>", "$A"])
+def test_a_separator_may_look_like_a_part_of_a_template(exported, separator, tmp_path):
+    run = exported[-1].parent / "run"
+    given = Tokenizer.from_file(str(next(run.glob("checkpoints/*/tokenizer.json"))))
+    given.add_tokens([separator])
+    given.save(str(tmp_path / "given.json"))
+    own = {"tokenizer__path": str(tmp_path / "given.json"), "tokenizer__separator": separator}
+    pipeline.train(made(tmp_path / "run", generation__samples=0, **own), lambda line: None)
+    done = cs336("export", tmp_path / "run", "--hf", tmp_path / "hf")
+    assert done.exit_code == 0, done.stderr
+    written = Tokenizer.from_file(str(tmp_path / "hf" / "tokenizer.json"))
+    end, ids = given.token_to_id(separator), given.encode("The dog").ids
+    assert written.encode("The dog").ids == [end, *ids]
+
+
 def test_what_cannot_be_exported_is_told(tmp_path):
     done = cs336("export", tmp_path, "--hf", tmp_path / "out")
     assert done.exit_code == 2 and "neither a checkpoint nor" in done.stderr
     assert cs336("export", tmp_path).exit_code == 2
+
+
+def test_a_run_and_its_checkpoints_are_not_written_over(exported):
+    run = exported[-1].parent / "run"
+    [step] = run.glob("checkpoints/*")
+    before = {file: file.read_bytes() for place in (run, step) for file in place.iterdir() if file.is_file()}
+    for place in (run, step):
+        done = cs336("export", run, "--hf", place)
+        assert done.exit_code == 2 and f"{place} holds a run or a checkpoint" in done.stderr
+    assert {file: file.read_bytes() for file in before} == before

@@ -21,11 +21,11 @@ pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models
 from typer.testing import CliRunner
 
 from cs336_systems.cli.main import app
-from cs336_systems.training import checkpoints, config, log, pipeline, resuming
+from cs336_systems.training import checkpoints, config, log, modes, pipeline, resuming
 
 SMALL = {
     "text.train_mb": 0.06, "text.valid_mb": 0.02, "tokenizer.vocab_size": 400, "model.size": "tiny",
@@ -71,6 +71,13 @@ def test_from_text_to_samples_and_again(tmp_path, monkeypatch):
     assert again["valid_loss"] == result["valid_loss"] and len(again["samples"]) == 1
     assert any("holds it already" in line for line in said)
     assert (out / "checkpoints" / "step-00000006" / "model.safetensors").stat().st_mtime_ns == weights
+
+
+def test_a_run_on_a_cpu_asks_for_no_gpu_at_its_end(tmp_path, monkeypatch):
+    asked, device_of = [], modes.device_of
+    monkeypatch.setattr(modes, "device_of", lambda device: asked.append(device) or device_of(device))
+    pipeline.train(made(tmp_path, run__device="cpu", generation__samples=1), lambda line: None)
+    assert set(asked) == {"cpu"}
 
 
 def test_a_finished_run_is_no_result_of_another_text(tmp_path):
@@ -146,6 +153,15 @@ def test_a_text_of_ones_own_and_random_tokens(tmp_path):
     assert own["floor"] is None and own["valid_loss"] < 6
     drawn = pipeline.train(made(tmp_path / "random", text__source="random"), lambda line: None)
     assert drawn["floor"] == pytest.approx(5.99, abs=0.01) and "samples" not in drawn
+
+
+def test_a_tokenizer_of_few_letters(tmp_path):
+    letters = {"<|endoftext|>": 0, "a": 1, "b": 2, "c": 3, " ": 4}
+    Tokenizer(models.BPE(letters, [])).save(str(tmp_path / "letters.json"))
+    (tmp_path / "text.txt").write_text("a cab " * 3000)
+    own = {"text__source": str(tmp_path / "text.txt"), "tokenizer__path": str(tmp_path / "letters.json")}
+    result = pipeline.train(made(tmp_path / "run", **own), lambda line: None)
+    assert result["valid_loss"] < np.log(5) + 0.5 and len(result["samples"]) == 2
 
 
 def tokens_of_stories(out):
@@ -355,7 +371,7 @@ def test_a_text_ends_with_all_that_was_written(monkeypatch):
     from cs336_systems.training import generate
 
     class Letters:
-        encode = lambda self, text, add_special_tokens: types.SimpleNamespace(ids=[1])
+        encode_batch_fast = lambda self, texts, **how: [types.SimpleNamespace(ids=[1]) for _ in texts]
         decode = lambda self, ids: bytes(ids).decode(errors="replace")
 
     told = ["fä".encode()[:-1], "fä".encode(), "f\ufffd".encode(), b"f\xffa\xe2\x82", b""]
@@ -367,15 +383,13 @@ def test_a_text_ends_with_all_that_was_written(monkeypatch):
 
 def test_a_space_after_the_prompt_is_not_lost(monkeypatch):
     """By itself a piece that begins with SentencePiece's space is decoded without it."""
-    from tokenizers import decoders, models
-
     from cs336_systems.training import generate
 
     tokenizer = Tokenizer(models.WordLevel({"<end>": 0, "\u2581The": 1, "\u2581dog": 2, "s": 3}, "<end>"))
     tokenizer.decoder = decoders.Metaspace()
     monkeypatch.setattr(generate, "generate", lambda *_, **__: iter([[2], [3]]))
     speaks = types.SimpleNamespace(
-        encode=lambda text, add_special_tokens: types.SimpleNamespace(ids=[1]), decode=tokenizer.decode
+        encode_batch_fast=lambda texts, **how: [types.SimpleNamespace(ids=[1])], decode=tokenizer.decode
     )
     assert pipeline.written(None, speaks, 0, ["The"], config.Generation(tokens=2)) == ["The dogs"]
 
@@ -396,7 +410,6 @@ def test_what_is_damaged_is_named(tmp_path):
         (tokenizer, json.dumps(other), speak),
         (tmp_path / "checkpoints" / "best", b"\xff", speak),
         (tmp_path / "result.json", deep, again),
-        (tmp_path / "result.json", json.dumps({"digest": pipeline.digest(made(tmp_path)), "stopped": False}), again),
         (tmp_path / "log.csv", b"\xff\xfe", again),
         (tmp_path / "log.csv", ",".join(log.COLUMNS) + "\n1,2x" + "," * 11 + "\n", again),
     ):  # fmt: skip

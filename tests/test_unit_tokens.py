@@ -18,8 +18,8 @@ pytest.importorskip("tokenizers")
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from cs336_systems.training import documents, outputs, text, tokens
-from cs336_systems.training.config import load
+from cs336_systems.training import documents, outputs, pipeline, text, tokens
+from cs336_systems.training.config import Generation, load
 
 MARK = documents.END_OF_TEXT
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(tokens.__file__).resolve().parents[2])}
@@ -442,6 +442,19 @@ def test_a_regex_that_gives_up_is_told_in_a_line(tmp_path, monkeypatch):
     found = text.prepare(chosen.text, tmp_path / "text", lambda line: None)
     with pytest.raises(ValueError, match="the tokenizer fails at the text"):
         tokens.prepare(chosen.tokenizer, found, tmp_path / "tokens", lambda line: None)
+
+
+@pytest.mark.parametrize("model", [models.WordLevel, models.WordPiece])
+def test_a_tokenizer_that_lacks_a_word_is_told_in_a_line(tmp_path, prepare, model):
+    made = Tokenizer(model({MARK: 0, "the": 1, "fox": 2}))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.save(str(tmp_path / "made.json"))
+    _, info = prepare(["the fox"] * 20, path=str(tmp_path / "made.json"))
+    assert info.train[:3].tolist() == [1, 2, 0]
+    with pytest.raises(ValueError, match=r"the tokenizer fails at the text: .*UNK"):
+        prepare(["the dog"] * 20, path=str(tmp_path / "made.json"))
+    with pytest.raises(ValueError, match=r"the tokenizer fails at the text: .*UNK"):
+        next(pipeline.spoken(None, made, 0, ["the", "the dog"], Generation()))
 
 
 # --------------------------------------------------------------------------------------------------------- interruption

@@ -44,7 +44,7 @@ WRONG = [  # --set, and what the line names
     ("run.compile=yes", "off, attention, blocks, whole, graphs"), ("parallel.nproc=3", "multiple of 3"),
     ("parallel.wrapper=zero3", "in_place, torch, fsdp"), ("checkpoints.resume=/no/such", "no, auto, the folder"),
     ("generation.top_p=0", "above 0"), ("out=", "it must name a folder"), ("text.source=/no/such", "/no/such"),
-    ("checkpoints.init_from=/no/such", "/no/such holds no weights"),
+    ("checkpoints.init_from=/no/such", "/no/such is missing"),
     ("generation.temperature=1e-300", "1e-6 or more"), ("model.num_layers=100000000", "GiB are free"),
     ("model.attention=flash_cuda", "is unavailable"), ("generation.prompt=\ud800", "is not UTF-8"),
 ]  # fmt: skip
@@ -229,7 +229,8 @@ def stub_of_wandb(monkeypatch, mode):
         log = lambda values, step: told.append((step, values))
         return types.SimpleNamespace(log=log, finish=lambda: told.append("finished"))
 
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, login=begun))
+    stub = types.SimpleNamespace(init=init, login=begun, __spec__="of a module that is installed")
+    monkeypatch.setitem(sys.modules, "wandb", stub)
     monkeypatch.setenv("WANDB_MODE", mode)
     return told
 
@@ -245,15 +246,18 @@ def test_wandb_without_a_login_is_told_in_a_line(tmp_path, monkeypatch, how):
 @pytest.mark.parametrize("mode", ["offline", "online"])
 def test_wandb_has_one_run_across_resumes(tmp_path, monkeypatch, mode):
     """Offline the later part tells it all: sent after the first one, it replaces it."""
-    told = stub_of_wandb(monkeypatch, mode)
+    told, made = (
+        stub_of_wandb(monkeypatch, mode),
+        config.load(None, {"out": str(tmp_path), "logging.wandb": "stories"}),
+    )
     for step, number in ((0, 3), (3, 6), (0, 3)):
-        log = RunLog(tmp_path, step, wandb="stories", config={"out": "here"})
+        log = RunLog(made, step)
         log.row({"step": number, "loss": 1.5, "mfu": None})
         log.close()
     told = [part for part in told if part != "finished"]
     ids = [part["id"] for part in told if isinstance(part, dict)]
     assert ids[0] == ids[1] != ids[2]
-    same = {"project": "stories", "dir": str(tmp_path), "config": {"out": "here"}, "resume": "allow"}
+    same = {"project": "stories", "dir": str(tmp_path), "config": made.to_dict(), "resume": "allow"}
     first, later = (3, {"loss": 1.5}), (6, {"loss": 1.5})
     again = [first] if mode == "offline" else []
     assert told == [
@@ -273,8 +277,9 @@ def test_tensorboard_drops_what_is_trained_again(tmp_path, monkeypatch):
     module = types.SimpleNamespace(SummaryWriter=lambda *place, **how: told.append((*place, how)) or board)
     monkeypatch.setitem(sys.modules, "tensorboard", types.SimpleNamespace())
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    made = config.load(None, {"out": str(tmp_path), "logging.tensorboard": True})
     for step in (0, 5):
-        RunLog(tmp_path, step, tensorboard=True).row({"step": 7, "loss": 1.5})
+        RunLog(made, step).row({"step": 7, "loss": 1.5})
     place = str(tmp_path / "tensorboard")
     line = ("loss", 1.5, 7)
     assert told == [(place, {"purge_step": None}), line, (place, {"purge_step": 6}), line]

@@ -58,15 +58,11 @@ class Batches:
             )
         self.begin = begin
         self.windows = (len(tokens) - 1) // context_length
+        self.steps_per_epoch = self.windows / sequences  # they visit every window once
         self.tokens, self.context_length, self.sequences = tokens, context_length, sequences
         # a step may see the end of one epoch and the next
         order = lambda epoch: np.random.Generator(np.random.PCG64([seed, epoch])).permutation(self.windows)
         self._order = functools.lru_cache(maxsize=2)(order)
-
-    @property
-    def steps_per_epoch(self) -> float:
-        """Steps that visit every window once."""
-        return self.windows / self.sequences
 
     def at(self, step: int, part: int = 0, parts: int = 1) -> tuple[np.ndarray, ...]:
         """Ids and targets of one of `parts` equal parts of a step: (sequences / parts, context_length), int64. Of

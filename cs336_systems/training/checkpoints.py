@@ -5,12 +5,11 @@
         optimizer.pt          the optimizer's state, as the plain optimizer would save it
         state.pt              the gradient scaler, and the random state of each rank
         tokenizer.json        what its ids mean, unless they are drawn at random
-        checkpoint.json       step, tokens, losses, the configuration, size and SHA-256 of the files above, and SHA-256
-                              of the files that were learned from ("data")
+        checkpoint.json       step, seconds, the configuration, size and SHA-256 of the files above, and SHA-256 of the
+                              files that were learned from ("data")
 
-A checkpoint is written beside its place, synced to disk, and renamed. `load` holds it against the digests, and its
-content against what it should be: whatever is wrong is one FileError. `best` is a file with the name of the one
-with the lowest validation loss.
+A checkpoint is written beside its place, synced to disk, and renamed. `load` holds it against the digests; whatever is
+wrong is one FileError. `best` is a file with the name of the one with the lowest validation loss.
 """
 
 from __future__ import annotations
@@ -118,12 +117,8 @@ def keep(folder: Path, count: int, step: int) -> None:
 def best_of(folder: Path) -> Path | None:
     """The best of a folder's checkpoints, if one was marked."""
     mark = folder / "best"
-    if not mark.is_file():
-        return None
     with reading(mark):
-        if not _NAME.fullmatch(name := mark.read_text(encoding="utf-8").strip()):
-            raise ValueError(f"{name[:40]!r} is no name of a checkpoint")
-    return folder / name
+        return folder / mark.read_text(encoding="utf-8").strip() if mark.is_file() else None
 
 
 # ---------------------------------------------------------------------------------------------------------- reading
@@ -161,8 +156,6 @@ def load(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str,
         found, states = told(path, sound=True), []
         with reading(model):
             weights = safetensors.torch.load_file(model)
-            if other := {str(tensor.dtype) for tensor in weights.values()} - {"torch.float32"}:
-                raise ValueError(f"weights in {', '.join(sorted(other))}; they are saved in torch.float32")
         for file in others:
             with reading(file):
                 states.append(torch.load(file, map_location="cpu", weights_only=True))
@@ -177,34 +170,29 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
     FileError that says why there are none."""
     if path.is_dir():
         return load(path)[1]
-    try:
-        with reading(path):
-            if path.suffix == ".safetensors":
-                return _plain(safetensors.torch.load_file(path))
+    with reading(path):
+        if path.suffix == ".safetensors":
+            found = safetensors.torch.load_file(path)
+        else:
             try:
                 found = torch.load(path, map_location="cpu", weights_only=True)
             except pickle.UnpicklingError as error:  # whose first line advises to run what the file holds
                 other = re.search(r"GLOBAL (\S+)", str(error))
+                what = f"has {other[1]}" if other else "is no file of torch.save"
                 raise FileError(
-                    f"{f'it has {other[1]}' if other else 'it is no file of torch.save'}; only tensors are "
-                    "unpickled: save the state dict alone"
+                    f"{path} {what}; only tensors are unpickled: save the state dict alone"
                 ) from error
-            for key in _STATE:
-                if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
-                    found = found[key]
-            return _plain(found)
-    except FileError as error:
-        raise FileError(f"{path} holds no weights: {error}") from error
-
-
-def _plain(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Under a plain model's names, whatever held it: `model.`, `transformer.` ... before all of them are cut off."""
-    if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        keys = ", ".join(map(str, list(state)[:8])) if isinstance(state, Mapping) else type(state).__name__
-        raise ValueError(f"no state dict, nor one under {', '.join(_STATE)}: {keys}")
-    own = staff_state_dict(state)
-    before = next((name.removesuffix(_FIRST) for name in own if name.endswith(_FIRST)), "")
-    return {name.removeprefix(before): tensor for name, tensor in own.items()}
+        for key in _STATE:
+            if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
+                found = found[key]
+        if not isinstance(found, Mapping) or not all(isinstance(x, torch.Tensor) for x in found.values()):
+            there = [str(key) for key in found][:8] if isinstance(found, Mapping) else [type(found).__name__]
+            allowed = ", ".join(_STATE)
+            raise FileError(f"{path} holds no state dict, nor one under {allowed}: {', '.join(there)}")
+        own = staff_state_dict(found)
+        # whatever held the model: `model.`, `transformer.` ... before all names are cut off
+        before = next((name.removesuffix(_FIRST) for name in own if name.endswith(_FIRST)), "")
+        return {name.removeprefix(before): tensor for name, tensor in own.items()}
 
 
 def into(model: nn.Module, weights: Mapping[str, torch.Tensor], whose: str) -> None:

@@ -20,8 +20,8 @@ class Clock:
     """Seconds of steps, without the first one of a start, which compiles, and without pauses. limit_s: the run's
     length; inf: something else ends it."""
 
-    def __init__(self, limit_s: float, device: str = "cpu", rank: int = 0, world_size: int = 1) -> None:
-        self.limit_s, self.device, self.rank, self.world_size = limit_s, device, rank, world_size
+    def __init__(self, limit_s: float, device: str, world_size: int) -> None:
+        self.limit_s, self.device, self.world_size = limit_s, device, world_size
         self.seconds = 0.0  # when it was asked last
         self.timed = 0  # steps of this start in them
         self.pace = _FIRST * limit_s if limit_s < math.inf else 0.0  # seconds of a step

@@ -35,15 +35,13 @@ def opened(path: Path) -> mmap.mmap:
         with regular(path) as file:
             if not path.stat().st_size:
                 raise ValueError(f"{path} is empty")
-            decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
-            while chunk := file.read(_BLOCK):
-                read += len(chunk)
-                decoder.decode(chunk)
-            decoder.decode(b"", final=True)
+            try:
+                for _ in codecs.iterdecode(iter(lambda: file.read(_BLOCK), b""), "utf-8"):
+                    pass
+            except UnicodeDecodeError as error:
+                at, byte = file.tell() - len(error.object) + error.start, error.object[error.start]
+                raise ValueError(f"{path} is not UTF-8: byte {at} is 0x{byte:02x}") from None
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except UnicodeDecodeError as error:
-        place = read - len(error.object) + error.start
-        raise ValueError(f"{path} is not UTF-8: byte {place} is 0x{error.object[error.start]:02x}") from None
     except OSError as error:  # which would be taken for one of writing
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
 

@@ -18,10 +18,8 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from cs336_systems.sizes import ModelConfig
 from cs336_systems.store import files
 from cs336_systems.training import pipeline
 
@@ -37,41 +35,40 @@ _NAMES = {
 def export(place: Path, folder: Path, say: pipeline.Say = print) -> list[Path]:
     """Writes config.json, generation_config.json, model.safetensors, tokenizer.json and tokenizer_config.json.
 
-    place, say: as of `pipeline.trained`. Errors: its own; OSError where it cannot be written.
+    place, say: as of `pipeline.trained`. Errors: its own; ValueError for the folder of a run or a checkpoint, which has
+    files of these names; OSError where it cannot be written.
     """
+    if any((folder / name).exists() for name in ("checkpoints", "checkpoint.json")):
+        raise ValueError(f"{folder} holds a run or a checkpoint; choose another folder")
     model, tokenizer, end_of_text = pipeline.trained(place, "cpu", say)
     end = tokenizer.id_to_token(end_of_text)
-    # a prompt begins as documents do, after the end of another
-    starting = Tokenizer.from_str(tokenizer.to_str())
-    starting.post_processor = TemplateProcessing(single=[end, "$A"], special_tokens=[(end, end_of_text)])
-    weights = llama_weights(model.state_dict(), model.config.d_head)
+    # a prompt begins as documents do, after the end of another (by an id of its own: a token's may look like `$A`)
+    begin = {"id": "begin", "ids": [end_of_text], "tokens": [end]}
+    tokenizer.post_processor = TemplateProcessing(single=["begin", "$A"], special_tokens=[begin])
+    weights, sizes = llama_weights(model.state_dict(), model.config.d_head), model.config
     special = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
     told: dict[str, Any] = {
-        "config.json": llama_config(model.config, model.ln_final.eps) | special,
+        "config.json": {
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32",
+            "vocab_size": sizes.vocab_size, "max_position_embeddings": sizes.context_length,
+            "hidden_size": sizes.d_model, "intermediate_size": sizes.d_ff, "num_hidden_layers": sizes.num_layers,
+            "num_attention_heads": sizes.num_heads, "num_key_value_heads": sizes.kv_heads, "head_dim": sizes.d_head,
+            "hidden_act": "silu", "rms_norm_eps": model.ln_final.eps, "attention_bias": False, "mlp_bias": False,
+            "tie_word_embeddings": False, **special,
+            # before transformers 5, and since
+            "rope_theta": sizes.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": sizes.rope_theta},
+        },
         "generation_config.json": special,
-        "tokenizer.json": json.loads(starting.to_str()),
+        "tokenizer.json": json.loads(tokenizer.to_str()),
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end, "eos_token": end,
-            "model_max_length": model.config.context_length, "clean_up_tokenization_spaces": False,
+            "model_max_length": sizes.context_length, "clean_up_tokenization_spaces": False,
         },
     }  # fmt: skip
     files.replace({folder / name: json.dumps(about, indent=1) + "\n" for name, about in told.items()})
     files.replace({folder / "model.safetensors": safetensors.torch.save(weights, {"format": "pt"})})
     return [folder / name for name in (*told, "model.safetensors")]
-
-
-def llama_config(sizes: ModelConfig, eps: float) -> dict[str, Any]:
-    """The config.json of a LlamaForCausalLM; eps: of its norms."""
-    return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32",
-        "vocab_size": sizes.vocab_size, "max_position_embeddings": sizes.context_length, "hidden_size": sizes.d_model,
-        "intermediate_size": sizes.d_ff, "num_hidden_layers": sizes.num_layers,
-        "num_attention_heads": sizes.num_heads, "num_key_value_heads": sizes.kv_heads, "head_dim": sizes.d_head,
-        "hidden_act": "silu", "rms_norm_eps": eps, "attention_bias": False, "mlp_bias": False,
-        "tie_word_embeddings": False,
-        # before transformers 5, and since
-        "rope_theta": sizes.rope_theta, "rope_parameters": {"rope_type": "default", "rope_theta": sizes.rope_theta},
-    }  # fmt: skip
 
 
 def llama_weights(weights: Mapping[str, torch.Tensor], d_head: int) -> dict[str, torch.Tensor]:

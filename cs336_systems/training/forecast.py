@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 from cs336_systems.accounting import fsdp, model_flops, num_parameters
 from cs336_systems.attention.registry import availability
@@ -52,13 +53,14 @@ def check_fits(config: TrainingConfig, world_size: int, vocab_size: int = 257) -
     from cs336_systems.training import modes
 
     for_ranks(config, world_size)
-    check_trackers(config.logging.tensorboard, config.logging.wandb)
+    check_trackers(config.logging)
     device = modes.device_of(config.run.device)
     if (name := config.model.attention) != "auto" and (reason := availability()[name]):
         raise ValueError(f"model.attention={name!r} is unavailable: {reason}")
     if device != "cpu" or (free := free_memory_bytes("cpu")) is None:
         return
-    config = load(None, {**config.to_dict(), "tokenizer.vocab_size": vocab_size})
+    # not by `load`: a tokenizer that was given may have fewer tokens than one that is trained
+    config = replace(config, tokenizer=replace(config.tokenizer, vocab_size=vocab_size))
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) if "RANK" in os.environ else world_size
     needed = ranks * memory_bytes(config, modes.dtype_of(config.run.dtype, device), device, world_size)
     if needed > free:

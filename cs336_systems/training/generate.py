@@ -32,7 +32,7 @@ def choose(how: Generation, logits: Tensor, random: torch.Generator) -> int:
     if how.top_p < 1:
         ordered, order = p.sort(descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered  # what the likelier ones make up
-        p[order[before >= how.top_p]] = 0
+        p[order[1:][before[1:] >= how.top_p]] = 0  # the likeliest stays: a small `top_p` is 0 in fp32
     return int(torch.multinomial(p, 1, generator=random))
 
 
@@ -46,38 +46,31 @@ class Cache:
 
     def logits(self, ids: Tensor) -> Tensor:
         """The next tokens' logits (B, V) after the tokens `ids` (B, n), which follow those seen before: all of the
-        texts at first, then one at a time. ValueError where one outgrows the context."""
-        model, context, n = self.model, self.model.config.context_length, ids.shape[1]
-        if self.length and n != 1:
-            raise ValueError(f"{n} tokens at once; after the first call it is one")
+        texts at first, then one at a time, up to the context."""
+        model, n = self.model, ids.shape[1]
+        assert n == 1 or not self.length
         places = torch.arange(self.length, self.length + n, device=ids.device)
         self.length += n
-        if (longest := self.length - int(self.before.min())) > context:
-            raise ValueError(f"{longest} tokens; context_length={context} is the most")
         own = (places - self.before[:, None]).clamp(min=0)  # (B, n): each text's own positions
-        cos, sin = (table[own][:, None] for table in model.positional_encoder(context))
+        cos, sin = (table[own][:, None] for table in model.positional_encoder(model.config.context_length))
         x, mask = model.token_embeddings(ids), None
         if self.before.any():
             keys, queries = torch.arange(self.length, device=ids.device), places[:, None]
             seen = (keys >= self.before[:, None, None]) & (keys <= queries)  # (B, n, keys)
             # what fills up sees itself: of nothing there is no mean
             mask = (seen | (keys == queries))[:, None]
+        causal = mask is None and n > 1  # a single query sees all keys
         for number, layer in enumerate(model.layers):
-            x = x + self._attend(number, layer.ln1(x), cos, sin, mask)
+            q, k, v = layer.attn.projected(layer.ln1(x))  # (B, H, n, d); k and v of fewer heads where grouped
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            if (before := self._kept[number]) is not None:
+                k, v = (torch.cat(pair, 2) for pair in zip(before, (k, v), strict=True))
+            self._kept[number] = k, v
+            grouped = k.shape[1] < q.shape[1]
+            o = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+            x = x + layer.attn.output_proj(o.transpose(1, 2).flatten(-2))
             x = x + layer.ffn(layer.ln2(x))
         return model.lm_head(model.ln_final(x[:, -1]))
-
-    def _attend(self, number: int, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        attn = self.model.layers[number].attn
-        q, k, v = attn.projected(x)  # (B, H, n, d), and as many heads of keys and values as are kept
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if (before := self._kept[number]) is not None:
-            k, v = (torch.cat(pair, 2) for pair in zip(before, (k, v), strict=True))
-        self._kept[number] = k, v
-        causal = mask is None and before is None  # a single query sees all keys
-        grouped = k.shape[1] < q.shape[1]
-        o = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
-        return attn.output_proj(o.transpose(1, 2).flatten(-2))
 
 
 @torch.no_grad()

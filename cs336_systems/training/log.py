@@ -7,7 +7,6 @@ import csv
 import math
 import os
 import secrets
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from tqdm import tqdm
 from cs336_systems.store import files
 from cs336_systems.store.machine import has_module
 from cs336_systems.training import outputs
+from cs336_systems.training.config import Logging, TrainingConfig
 
 COLUMNS = (
     "step", "tokens", "epoch", "seconds", "loss", "valid_loss", "bits_per_byte", "learning_rate", "grad_norm",
@@ -24,14 +24,18 @@ COLUMNS = (
 )  # fmt: skip
 """loss and valid_loss in nats a token; seconds of training: evaluation, checkpoints and the first step, which compiles,
 left out; skipped_steps: those that fp16's gradient scaling has skipped so far."""
+_SAID = {
+    "loss": "loss {:.4f}", "valid_loss": "valid {:.4f}", "bits_per_byte": "{:.4f} bits/byte",
+    "grad_norm": "grad norm {:.2f}", "tokens_per_s": "{:,.0f} tokens/s", "mfu": "MFU {:.1%}", "peak_gib": "{:.1f} GiB",
+}  # fmt: skip
 
 
-def check_trackers(tensorboard: bool, wandb: str) -> None:
+def check_trackers(told: Logging) -> None:
     """ValueError, in a line, for a tracker that is asked for and not installed, and for wandb without a login."""
-    for name, asked in (("tensorboard", tensorboard), ("wandb", wandb)):
-        if asked and sys.modules.get(name) is None and not has_module(name):
+    for name, asked in (("tensorboard", told.tensorboard), ("wandb", told.wandb)):
+        if asked and not has_module(name):
             raise ValueError(f"logging.{name} needs a package: pip install 'cs336-systems[{name}]'")
-    if wandb and not _offline():
+    if told.wandb:
         try:
             from wandb import login
 
@@ -39,40 +43,34 @@ def check_trackers(tensorboard: bool, wandb: str) -> None:
         except Exception as error:  # of its client's own types, of the network, of the disk
             why = str(error).strip().split("\n")[0] or type(error).__name__
             raise ValueError(
-                f"logging.wandb={wandb!r}: {why} (`wandb login` once, or WANDB_MODE=offline in the environment)"
+                f"logging.wandb={told.wandb!r}: {why} (`wandb login` once, or WANDB_MODE=offline in the environment)"
             ) from error
-
-
-def _offline() -> bool:
-    return os.environ.get("WANDB_MODE") in ("offline", "dryrun", "disabled")
 
 
 class RunLog:
     """Writes the lines of one run. `step`: of the checkpoint that the run resumes from; later lines are dropped, and
     the trackers, of which `check_trackers` knows whether they can begin, go on with the run that they know: that of
-    Weights & Biases is kept in wandb.txt."""
+    Weights & Biases is kept in wandb.txt. total: steps of the whole run, where they are known."""
 
-    def __init__(
-        self, out: Path, step: int = 0, total: int | None = None, tensorboard: bool = False, wandb: str = "",
-        config: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: TrainingConfig, step: int = 0, total: int | None = None) -> None:
+        out, project = Path(config.out), config.logging.wandb
         self.file = out / "log.csv"
         lines = [row for row in read(self.file) if int(row["step"]) <= step]
         self._board = self._wandb = None
-        if tensorboard:
+        if config.logging.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1 if step else None)
-        if wandb:
+        if project:
             from wandb import init
 
             known = out / "wandb.txt"
             if not (step and known.is_file()):
                 files.replace({known: secrets.token_hex(4)})
-            told = {"project": wandb, "dir": str(out), "config": dict(config or {})}
+            told = {"project": project, "dir": str(out), "config": config.to_dict()}
             self._wandb = init(**told, id=known.read_text(encoding="utf-8").strip(), resume="allow")
             # offline, of several parts of a run the one that is sent last replaces the others: it tells all
-            for row in lines if _offline() else ():
+            for row in lines if os.environ.get("WANDB_MODE") in ("offline", "dryrun", "disabled") else ():
                 numbers = {name: float(text) for name, text in row.items() if text}
                 self._wandb.log(numbers, step=int(numbers.pop("step")))
         cells = [COLUMNS, *(row.values() for row in lines)]
@@ -84,20 +82,13 @@ class RunLog:
         """Adds the line of a step: values by COLUMNS."""
         with open(self.file, "a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(values)
+        step = values["step"]
         known = {name: value for name, value in values.items() if value is not None and name != "step"}
-        self._tell(values["step"], known)
         for name, value in known.items() if self._board else ():
-            self._board.add_scalar(name, value, values["step"])
+            self._board.add_scalar(name, value, step)
         if self._wandb:
-            self._wandb.log(known, step=values["step"])
-
-    def _tell(self, step: int, known: Mapping[str, Any]) -> None:
-        forms = {
-            "loss": "loss {:.4f}", "valid_loss": "valid {:.4f}", "bits_per_byte": "{:.4f} bits/byte",
-            "grad_norm": "grad norm {:.2f}", "tokens_per_s": "{:,.0f} tokens/s", "mfu": "MFU {:.1%}",
-            "peak_gib": "{:.1f} GiB",
-        }  # fmt: skip
-        said = ", ".join(form.format(known[name]) for name, form in forms.items() if name in known)
+            self._wandb.log(known, step=step)
+        said = ", ".join(form.format(known[name]) for name, form in _SAID.items() if name in known)
         if self._bar.disable:
             print(f"step {step}, {said}", flush=True)
         else:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -91,7 +90,7 @@ class Trainer:
         steps = {"steps": length, "tokens": length / self.step_tokens, "epochs": epochs}.get(kind)
         self.total = None if steps is None else max(1, math.ceil(steps))  # None: minutes decide
         limit_s = 60 * length if kind == "minutes" else math.inf
-        self.clock = Clock(limit_s, self.device, self.number, self.world)
+        self.clock = Clock(limit_s, self.device, self.world)
         self.loss = torch.zeros((), device=self.device)  # of the last step, on this rank
         self._sum = torch.zeros((), device=self.device)  # of the losses since the last line of the log
         self._count = 0
@@ -151,20 +150,18 @@ class Trainer:
         if limit and not everything:
             windows = min(windows, max(1, limit // self.sizes.context_length))
         mine = range(self.number, windows, self.world)
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        nats = torch.zeros((), dtype=torch.float64, device=self.device)
         # as often as the first rank, which has the most: a sharded model is called by all
         for start in range(0, math.ceil(windows / self.world), self.sequences):
             some = mine[start : start + self.sequences]
             ids, targets, *documents = self._tensors(self.held_out.windows_at(some or range(1)))
             with modes.autocast(self.dtype, self.device):
                 logits = self.model(ids, *documents)
-            if not some:
-                continue
-            nats = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-            total += torch.stack([nats.double(), torch.tensor(float(targets.numel()), device=self.device)])
+            if some:
+                nats += F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
         if self.world > 1:
-            dist.all_reduce(total)
-        return (total[0] / total[1]).item()
+            dist.all_reduce(nats)
+        return nats.item() / (windows * self.sizes.context_length)
 
     def bits_per_byte(self, loss: float | None) -> float | None:
         """A loss in nats a token as bits a byte of the held-out text; None where its tokens are not all of it."""
@@ -203,10 +200,9 @@ class Trainer:
                 sums = torch.stack([rank.pop("sum") for rank in ranks])
                 state = {"scaler": self.scaler.state_dict(), "random": ranks, "sum": sums}
                 about = {
-                    "count": self._count, "seconds": self.clock.seconds, "progress": self.progress(),
-                    "best": self.best if math.isfinite(self.best) else None, "world_size": self.world,
-                    "vocab_size": self.data.vocab_size, "config": self.config.to_dict(), "dtype": self.dtype,
-                    "data": dict(self.data.files),
+                    "count": self._count, "seconds": self.clock.seconds, "data": dict(self.data.files),
+                    "best": self.best if math.isfinite(self.best) else None, "dtype": self.dtype,
+                    "vocab_size": self.data.vocab_size, "config": self.config.to_dict(),
                 }  # fmt: skip
                 checkpoints.save(self.folder, self.step, weights, moments, state, about, self.tokenizer)
                 checkpoints.keep(self.folder, self.config.checkpoints.keep, self.step)
@@ -217,7 +213,8 @@ class Trainer:
         another run (`resuming.check`)."""
         about, weights, moments, state = checkpoints.load(path)
         resuming.check(path, about, self.config, self.dtype)
-        optimizer.keep_settings(self.optimizer, moments)
+        for saved, own in zip(moments["param_groups"], self.optimizer.param_groups, strict=True):
+            saved |= own | {"params": saved["params"]}  # settings may be others by now
         if self.sharded:
             named = {_INSIDE + name: tensor for name, tensor in weights.items()}
             self._sharded_state().load_full_state_dict(named, moments)
@@ -241,12 +238,10 @@ class Trainer:
     # -------------------------------------------------------------------------------------------------------- the run
     def run(self) -> dict[str, Any]:
         """Trains to the end, or until it is asked to stop; what came of it, as JSON has it."""
-        out, told, log, valid = self.out, self.config.logging, None, None
+        out, log, valid = self.out, None, None
         if self.number == 0:
             out.mkdir(parents=True, exist_ok=True)
-            if self.world == 1:  # of several the launcher may have been asked already
-                (out / STOP).unlink(missing_ok=True)
-            log = RunLog(out, self.step, self.total, told.tensorboard, told.wandb, self.config.to_dict())
+            log = RunLog(self.config, self.step, self.total)
         try:
             count = 0 if self.number else self.config.run.profile
             with on_sigterm(self._ask_to_stop), recording(out, count) as traced:
@@ -254,6 +249,7 @@ class Trainer:
         finally:
             if log:
                 log.close()
+                (out / STOP).unlink(missing_ok=True)  # it was for this run
         return {
             "step": self.step, "tokens": self.step * self.step_tokens, "valid_loss": valid,
             "seconds": self.clock.seconds, "bits_per_byte": self.bits_per_byte(valid), "floor": self.data.floor,
@@ -365,11 +361,9 @@ class Trainer:
 
 @contextmanager
 def on_sigterm(act: Callable[[], None]) -> Iterator[None]:
-    """Within its block SIGTERM calls `act`, in the main thread, which alone hears signals."""
-    hears = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, lambda *_: act()) if hears else None
+    """Within its block, which the main thread runs, SIGTERM calls `act`."""
+    before = signal.signal(signal.SIGTERM, lambda *_: act())
     try:
         yield
     finally:
-        if hears:
-            signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, before)

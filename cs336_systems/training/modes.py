@@ -81,18 +81,16 @@ def wrap(module: WithLoss, run: Run, parallel: Parallel, world_size: int, dtype:
 
 
 def _averaging(module: WithLoss, parallel: Parallel, world_size: int, dtype: str) -> Wrapped:
-    name, mb = parallel.wrapper, parallel.bucket_mb
-    if world_size == 1:
-        return module, lambda: None
-    if name == "torch":
-        return nn.parallel.DistributedDataParallel(module, bucket_cap_mb=mb), lambda: None
-    own = {
+    mb = parallel.bucket_mb
+    wrappers = {
         "naive": lambda: ddp.NaiveDDP(module), "flat": lambda: ddp.FlatDDP(module),
         "overlapped": lambda: ddp.OverlappedDDP(module), "bucketed": lambda: ddp.BucketedDDP(module, mb),
         "in_place": lambda: ddp.InPlaceDDP(module, mb),
         "fsdp": lambda: fsdp.FullyShardedDataParallel(module, NARROW.get(dtype), units=module.model.layers),
-    }[name]()  # fmt: skip
-    return own, own.finish_gradient_synchronization
+        "torch": lambda: nn.parallel.DistributedDataParallel(module, bucket_cap_mb=mb),  # ends it in backward
+    }  # fmt: skip
+    wrapped = wrappers[parallel.wrapper]() if world_size > 1 else module
+    return wrapped, getattr(wrapped, "finish_gradient_synchronization", lambda: None)
 
 
 def _graphed(module: WithLoss, world_size: int) -> Callable[..., Tensor]:

@@ -14,10 +14,9 @@ from cs336_systems.training.config import Optimizer, Schedule
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """The model's parameters in two groups: matrices, which decay, and norms and embeddings, which do not."""
-    embedded = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-    params = [p for p in model.parameters() if p.requires_grad]
-    decay = [p for p in params if p.ndim >= 2 and id(p) not in embedded]
-    rest = [p for p in params if p.ndim < 2 or id(p) in embedded]
+    decay = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    decays = set(map(id, decay))
+    rest = [p for p in model.parameters() if id(p) not in decays]
     return [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
 
 
@@ -30,12 +29,6 @@ def make(model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
     if config.sharded:
         return ShardedOptimizer(groups, torch.optim.AdamW, **settings)
     return torch.optim.AdamW(groups, **settings)
-
-
-def keep_settings(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Puts an optimizer's own settings, which may be others by now, into the `state_dict` that it is to go on from."""
-    for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=False):
-        saved.update({name: value for name, value in own.items() if name != "params"})
 
 
 def learning_rate(config: Schedule, highest: float, progress: float) -> float:

@@ -55,9 +55,8 @@ def stage(
     except OSError as error:
         raise OSError(f"cannot write {folder}: {error.strerror or error}") from error
     if taken:
-        with reading(record, ANEW):
-            if wrong := first_wrong(folder, told["files"]):
-                raise FileError(f"{wrong}; remove {record} to make it anew")
+        if wrong := first_wrong(folder, told["files"]):
+            raise FileError(f"{wrong}; remove {record} to make it anew")
         _hold(told["files"], expected, folder)
     verb = "took" if taken else "made"
     log(f"{name}: {verb} {folder} in {time.perf_counter() - started:.1f} s: {told['about']}")
@@ -90,9 +89,7 @@ def reading(file: Path, advice: str = "") -> Iterator[None]:
     except (FileError, MemoryError):
         raise
     except FileNotFoundError as error:
-        gone = Path(error.filename or file)
-        what = f"{gone} is missing" if gone == file else f"{file} tells of {gone}, which is missing"
-        raise FileError(what + advice) from error
+        raise FileError(f"{error.filename or file} is missing{advice}") from error
     except Exception as error:  # unpickling alone raises anything
         why = next(filter(None, map(str.strip, str(error).splitlines())), "")
         raise FileError(f"{file} is damaged: {type(error).__name__}: {why[:200]}{advice}") from error
@@ -139,16 +136,13 @@ def making(folder: Path) -> Iterator[Path]:
 def recorded(record: Path, about: Mapping[str, Any]) -> dict[str, Any]:
     """Writes a JSON file beside the files of a folder: `about`, and the size and SHA-256 of each; all are on the disk
     when it returns what it wrote."""
-    told = {**about, "files": {path.name: synced(path) for path in sorted(record.parent.iterdir())}}
+    told: dict[str, Any] = {**about, "files": {}}
+    for path in sorted(record.parent.iterdir()):
+        sync(path)
+        told["files"][path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
     record.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     sync(record)
     return told
-
-
-def synced(path: Path) -> dict[str, Any]:
-    """Bytes and SHA-256 of a file, after it is on the disk."""
-    sync(path)
-    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
 def sync(path: Path) -> None:

@@ -18,10 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.store import files
-from cs336_systems.store.files import alone, content
 from cs336_systems.training import batches, forecast, outputs, resuming, text, tokens
 from cs336_systems.training.config import Generation, TrainingConfig, load
-from cs336_systems.training.tokens import end_of_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -81,7 +79,7 @@ def _begin(config: TrainingConfig, world_size: int, say: Say, held: contextlib.E
 
     if not (result := _finished(config)):
         forecast.check_fits(config, world_size)
-    held.enter_context(alone(Path(config.out)))
+    held.enter_context(files.alone(Path(config.out)))
     if result:
         prepare(config, say)  # of a text that has changed since, this is no result
         say(f"training: {config.out} holds it already, {result['step']} steps")
@@ -143,9 +141,7 @@ def _finished(config: TrainingConfig) -> dict[str, Any] | None:
     if not (path := Path(config.out) / "result.json").exists():
         return None
     with outputs.reading(path, advice="; remove it, or choose another out"):
-        result = json.loads(content(path))
-        for key in ("step", "checkpoint", "valid_loss", "bits_per_byte", "floor"):
-            result[key]
+        result = json.loads(files.content(path))
         return result if result["digest"] == digest(config) and not result["stopped"] else None
 
 
@@ -198,7 +194,7 @@ def _finish(config: TrainingConfig, result: dict[str, Any], say: Say) -> dict[st
     # not the path that it was saved under: the folder may have been moved
     how, place = config.generation, out / "checkpoints" / Path(result["checkpoint"]).name
     if how.samples and (place / TOKENIZER).is_file():
-        result["samples"] = written(*trained(place), [how.prompt] * how.samples, how)
+        result["samples"] = written(*trained(place, config.run.device), [how.prompt] * how.samples, how)
         for sample in result["samples"]:
             say(f"\n{sample}")
         files.replace({out / "samples.txt": "\n\n".join(result["samples"]) + "\n"})
@@ -230,7 +226,7 @@ def trained(place: Path, device: str = "auto", say: Say = _silent) -> tuple[Tran
     model = build(sizes, "auto", device=modes.device_of(device)).requires_grad_(False)
     checkpoints.into(model, weights, f"what checkpoint.json in {path} describes")
     tokenizer = tokens.load_tokenizer(file, config.tokenizer.separator)
-    return model, tokenizer, end_of_text(tokenizer, config.tokenizer.separator)
+    return model, tokenizer, tokens.end_of_text(tokenizer, config.tokenizer.separator)
 
 
 def spoken(
@@ -240,19 +236,18 @@ def spoken(
     are `how.tokens`. end: the token that ends a text; as in training it stands before each."""
     from cs336_systems.training.generate import generate
 
-    ids = [[end, *tokenizer.encode(prompt, add_special_tokens=False).ids] for prompt in prompts]
-    new: list[list[int]] = [[] for _ in prompts]
-    shown = [tokenizer.decode(prompt) for prompt in ids]  # by itself a first token may lose its space
-    for tokens_of_all in generate(model, ids, how, stop=end):
+    texts = [[end, *found.ids] for found in tokens.encoded(tokenizer, prompts)]
+    shown = [tokenizer.decode(text) for text in texts]  # by itself a first token may lose its space
+    for tokens_of_all in generate(model, texts, how, stop=end):
         for n, token in enumerate(tokens_of_all):
             if token is not None:
-                new[n].append(token)
-                known = tokenizer.decode([*ids[n], *new[n]])
+                texts[n].append(token)
+                known = tokenizer.decode(texts[n])
                 if not known.endswith("\ufffd"):  # a character whose last bytes are still to come
                     yield n, known[len(shown[n]) :]
                     shown[n] = known
-    for n, some in enumerate(new):
-        if last := tokenizer.decode([*ids[n], *some])[len(shown[n]) :]:  # a character that was never ended
+    for n, text_ids in enumerate(texts):
+        if last := tokenizer.decode(text_ids)[len(shown[n]) :]:  # a character that was never ended
             yield n, last
 
 

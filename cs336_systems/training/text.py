@@ -109,15 +109,11 @@ def prepare(
 
     told = outputs.stage(folder, "text", made_from, make, log, expected)
     with outputs.reading(folder / "text.json", outputs.ANEW):
-        train, valid = (_split(folder / f"{name}.txt", told) for name in ("train", "valid"))
+        train, valid = (
+            Split(folder / file, sha256=told["files"][file]["sha256"], **told["splits"][name])
+            for name, file in (("train", "train.txt"), ("valid", "valid.txt"))
+        )
     return TextInfo(kind, config.seed, train, valid)
-
-
-def _split(path: Path, told: dict[str, Any]) -> Split:
-    split = Split(path, sha256=told["files"][path.name]["sha256"], **told["splits"][path.stem])
-    if split.bytes + split.documents * len(documents.END) != path.stat().st_size:
-        raise ValueError(f"{path.name} is of another size")
-    return split
 
 
 def _stories(config: Text) -> _Source:
@@ -205,17 +201,14 @@ def _found(key: str, told: str) -> list[tuple[str, Path, str]]:
         if not told.strip() or not source.exists():
             named = "stories, tinystories, random, or " * (key == "text.source")
             raise ValueError(f"{key}={told!r}; allowed: {named}a file or folder of text")
-        folder = source if source.is_dir() else source.parent
-        paths = sorted(source.rglob("*")) if source.is_dir() else [source]
-        names = {path: path.relative_to(folder).as_posix() for path in paths}
-        if source.is_dir():
-            shown = [
-                path for path in paths if path.suffix.lower() in _TEXTS and "/." not in f"/{names[path]}"
-            ]
-            paths = [path for path in shown if not path.is_dir()]
-        if not paths:
+        if not source.is_dir():
+            return [(source.name, source, outputs.sha256(source))]
+        paths = (path for path in sorted(source.rglob("*")) if path.suffix.lower() in _TEXTS)
+        named = [(path.relative_to(source).as_posix(), path) for path in paths if not path.is_dir()]
+        shown = [(name, path, outputs.sha256(path)) for name, path in named if "/." not in f"/{name}"]
+        if not shown:
             raise ValueError(f"{key}={told!r} is a folder without {', '.join(f'*{kind}' for kind in _TEXTS)}")
-        return [(names[path], path, outputs.sha256(path)) for path in paths]
+        return shown
     except OSError as error:
         raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from None
 

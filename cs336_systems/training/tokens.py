@@ -19,12 +19,12 @@ import itertools
 import math
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Encoding, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
 from cs336_systems.store.files import content
@@ -91,11 +91,8 @@ def prepare(
                 for some in ids:
                     out.write(some.astype(dtype))
                 counts[name] = out.tell() // dtype.itemsize
-        kind = "random " if random else "ready " * (not of_text)
-        about, lossless = (
-            f"{counts['train']:,} and {counts['valid']:,} {kind}tokens of {vocab_size:,}",
-            random,
-        )
+        about = f"{counts['train']:,} and {counts['valid']:,} tokens of {vocab_size:,}"
+        lossless = random
         if of_text:
             short = "" if given or vocab_size == config.vocab_size else f" ({config.vocab_size:,} asked for)"
             about += f"{short}, {text.train.bytes / counts['train']:.2f} bytes each"
@@ -151,6 +148,17 @@ def end_of_text(tokenizer: Tokenizer, separator: str = "") -> int | None:
     """The token after each document: the one asked for, or the first that tokenizers have for it; None: not there."""
     ids = map(tokenizer.token_to_id, [separator] if separator else _ENDS)
     return next((token for token in ids if token is not None), None)
+
+
+def encoded(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Encoding]:
+    """`ids` of each text, by as many threads as there are cores; ValueError, in a line, where the tokenizer fails."""
+    try:
+        return tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    except BaseException as error:
+        # what the package raises is no more exact, and its panics are no exceptions
+        if type(error).__name__ not in ("Exception", "PanicException"):
+            raise
+        raise ValueError(f"the tokenizer fails at the text: {error}") from None
 
 
 def _vocab_size(tokenizer: Tokenizer) -> int:
@@ -220,22 +228,13 @@ def _learn(path: Path, vocab_size: int) -> Tokenizer:
 
 
 def _encoded(path: Path, tokenizer: Tokenizer, end_of_text: int, name: str) -> Iterator[np.ndarray]:
-    """The tokens of a text, by blocks. The package has a thread for each core."""
+    """The tokens of a text, by blocks."""
     blocks = documents.blocks(path)
     with tqdm(total=path.stat().st_size, desc=name, unit="B", unit_scale=True, disable=None) as bar:
         while some := list(itertools.islice(blocks, _AT_ONCE)):
             told = [documents.texts(block) for block in some]
-            try:
-                one_by_one = [text for texts in told for text in texts]
-                encoded = iter(tokenizer.encode_batch_fast(one_by_one, add_special_tokens=False))
-            except BaseException as error:
-                if type(error).__name__ != "PanicException":  # of the package: no Exception, and of no module
-                    raise
-                raise ValueError(f"the tokenizer fails at the text: {error}") from None
+            ids_of = iter(encoded(tokenizer, [text for texts in told for text in texts]))
             for block, texts in zip(some, told, strict=True):
-                ids: list[int] = []
-                for _ in texts:
-                    ids += next(encoded).ids
-                    ids.append(end_of_text)
+                ids = [token for _ in texts for token in (*next(ids_of).ids, end_of_text)]
                 yield np.array(ids[:-1], np.uint32)
                 bar.update(len(block))
