@@ -429,13 +429,14 @@ FILES = {  # what people's files hold, of a plain state dict
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
 @pytest.mark.parametrize("name", FILES)
-def test_weights_begin_as_files_of_others_hold_them(tmp_path, two_checkpoints, name, prefix):
+def test_weights_begin_as_files_of_others_hold_them(tmp_path, two_checkpoints, name, prefix, monkeypatch):
     weights = checkpoints.weights_of(checkpoints.found(two_checkpoints / "checkpoints")[-1])
     file = tmp_path / f"weights.{name}"
     held = {prefix + name: tensor for name, tensor in weights.items()}
     held[f"{prefix}positional_encoder.cos"] = torch.ones(3)  # computed, not learned
     (safetensors.torch.save_file if name == "safetensors" else torch.save)(FILES[name](held), file)
-    begun = Trainer(made(tmp_path, checkpoints__init_from=str(file)), data()).model.state_dict()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    begun = Trainer(made(tmp_path, checkpoints__init_from=f"~/{file.name}"), data()).model.state_dict()
     assert all(torch.equal(begun[name], tensor) for name, tensor in weights.items())
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -70,7 +71,7 @@ class Trainer:
         self.model = build(sizes, "sdpa" if on_cpu and impl == "auto" else impl, device=self.device)
         self._whose = f"model.size={config.model.size!r}"  # what errors about weights name
         if (begun := config.checkpoints.init_from) and not resumed:
-            checkpoints.into(self.model, checkpoints.weights_of(Path(begun)), self._whose)
+            checkpoints.into(self.model, checkpoints.weights_of(Path(begun).expanduser()), self._whose)
         begin = data.end_of_text if config.text.documents == "packed" else None
         n = sizes.context_length
         self.batches = Batches(data.train, n, config.batch.sequences, config.batch.seed, begin=begin)
@@ -89,8 +90,7 @@ class Trainer:
         epochs = length * self.batches.steps_per_epoch
         steps = {"steps": length, "tokens": length / self.step_tokens, "epochs": epochs}.get(kind)
         self.total = None if steps is None else max(1, math.ceil(steps))  # None: minutes decide
-        limit_s = 60 * length if kind == "minutes" else math.inf
-        self.clock = Clock(limit_s, self.device, self.world)
+        self.clock = Clock(60 * length if kind == "minutes" else math.inf, self.device, self.world)
         self.loss = torch.zeros((), device=self.device)  # of the last step, on this rank
         self._sum = torch.zeros((), device=self.device)  # of the losses since the last line of the log
         self._count = 0
@@ -361,9 +361,11 @@ class Trainer:
 
 @contextmanager
 def on_sigterm(act: Callable[[], None]) -> Iterator[None]:
-    """Within its block, which the main thread runs, SIGTERM calls `act`."""
-    before = signal.signal(signal.SIGTERM, lambda *_: act())
+    """Within its block SIGTERM calls `act`, in the main thread, which alone hears signals."""
+    hears = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, lambda *_: act()) if hears else None
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if hears:
+            signal.signal(signal.SIGTERM, before)

@@ -86,7 +86,7 @@ def _begin(config: TrainingConfig, world_size: int, say: Say, held: contextlib.E
         return ["", result]
     start = _where_to_start(config, say)
     if begun := "" if start else config.checkpoints.init_from:  # what goes on has its weights
-        checkpoints.weights_of(Path(begun))
+        checkpoints.weights_of(Path(begun).expanduser())
     if start:
         dtype = modes.dtype_of(config.run.dtype, modes.device_of(config.run.device))
         resuming.check(Path(start), checkpoints.load(Path(start))[0], config, dtype)
@@ -94,7 +94,7 @@ def _begin(config: TrainingConfig, world_size: int, say: Say, held: contextlib.E
     forecast.check_fits(config, world_size, info.vocab_size)  # of a tokenizer that is there now
     for name, ids in (("train", info.train), ("valid", info.valid)):
         batches.Batches(ids, config.model.context_length, 1, 0, name)  # refuses a text too short
-    theirs, known = Path(begun) / checkpoints.TOKENIZER, info.tokenizer
+    theirs, known = Path(begun).expanduser() / checkpoints.TOKENIZER, info.tokenizer
     if begun and known and theirs.is_file() and outputs.sha256(theirs) != info.files[known.name]:
         raise ValueError(
             f"checkpoints.init_from={begun}: its weights know the tokens of {theirs}, not of this run's "
