@@ -87,6 +87,16 @@ def test_a_matrix_of_a_shape_of_ones_own_as_json(made_up, tmp_path):
         assert done.exit_code == 2 and done.stderr.startswith("Error: "), done.output
 
 
+def test_json_on_stdout_is_alone_there(measured_by, tmp_path):
+    def measured(cases):
+        print("    [rank 0] as ranks tell of what they measure")
+        return [training_rows.metrics(case) for case in cases]
+
+    measured_by(training.TABLE, measured)
+    done = call("matrix", "--wrapper", "none", "--size", "tiny", "--out", tmp_path, "--json", "-")
+    assert json.loads(done.stdout) and "[rank 0]" in done.stderr
+
+
 def test_naive_attention_is_a_command_with_json(measured_by):
     seen = []
     measured_by(attention.TABLE, lambda cases: (seen.extend(cases), [{"peak_gib": 1.0} for _ in cases])[1])

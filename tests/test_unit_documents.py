@@ -1,19 +1,22 @@
-"""The commands that README and TRAINING name: the command line takes each as it stands there."""
+"""What README, TRAINING and CONTRIBUTING say works: commands, and an example of code."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import sys
+import types
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
-import typer
+import typer  # noqa: E402
 
-from cs336_systems.cli import train
-from cs336_systems.cli.main import app
+from cs336_systems.attention import attention, registry  # noqa: E402
+from cs336_systems.cli import train  # noqa: E402
+from cs336_systems.cli.main import app  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 START = re.compile(r"^(?:torchrun .*-m cs336_systems |cs336 )(?=\S)")
@@ -58,3 +61,23 @@ def test_commands_of_the_documents_are_taken(words, tmp_path, monkeypatch):
 
 def test_many_are_named():
     assert len(named()) > 50 and any(words.startswith("bench matrix --d-model") for words in named())
+
+
+def test_the_example_of_an_implementation_of_attention_is_one(monkeypatch):
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    text = text.partition("\n## An implementation of attention\n")[2]
+    module, function, entry, _ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    room, registered = types.ModuleType("cs336_systems.attention.by_rows"), vars(registry).copy()
+    exec(module, vars(room))
+    monkeypatch.setitem(sys.modules, room.__name__, room)
+    exec(f"{function}\nmade = {{{entry}}}", registered)
+    [(name, made)] = registered["made"].items()
+    registry.check_machine()
+    monkeypatch.setitem(registry.IMPLEMENTATIONS, name, made)
+    monkeypatch.setitem(registry._usable, name, True)
+    q, k, v = torch.randn(3, 2, 5, 7, 16)
+    for is_causal in (False, True):
+        expected = attention(q, k, v, is_causal, "reference")
+        torch.testing.assert_close(attention(q, k, v, is_causal, name), expected)
+    with pytest.raises(ValueError, match=f"{name} does not serve sliding window"):
+        attention(q, k, v, True, name, window=2)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from cs336_systems.attention import IMPLEMENTATIONS, availability
+from cs336_systems.attention import IMPLEMENTATIONS, availability, registry
 from cs336_systems.attention.available import torch_reason
 from cs336_systems.model import (
     RMSNorm,
@@ -103,6 +103,8 @@ def test_logits_in_lower_precision_stay_near_fp64(dtype, error):
 def test_all_implementations_of_attention_agree(impl, num_kv_heads):
     if reason := availability()[impl]:
         pytest.skip(reason)
+    if num_kv_heads and impl not in registry.serving("enable_gqa"):
+        pytest.skip("serves no grouped queries")
     # where there is a GPU, the kernels run on it and not in triton's interpreter
     device = "cuda" if impl == "flash_triton" and torch.cuda.is_available() else "cpu"
     ids, out_grad = draw_ids().to(device), torch.randn(2, 23, CONFIG.vocab_size, device=device)

@@ -422,8 +422,13 @@ def test_what_is_damaged_is_named(tmp_path):
         file.unlink() if before is None else file.write_bytes(before)
 
 
-def test_a_dry_run_writes_nothing_and_tells_memory_and_time(tmp_path):
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_a_dry_run_writes_nothing_and_tells_memory_and_time(tmp_path, monkeypatch, rank):
+    if rank is not None:  # of torchrun's processes one tells
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "2")
     done = cs336(*words(tmp_path / "run"), "--dry-run")
     assert done.exit_code == 0, done.stderr
-    assert "GiB of tensors" in done.stdout and "minutes for 6 steps" in done.stdout
-    assert not (tmp_path / "run").exists()
+    if rank != 1:
+        assert "GiB of tensors" in done.stdout and "minutes for 6 steps" in done.stdout
+    assert bool(done.stdout) == (rank != 1) and not (tmp_path / "run").exists()

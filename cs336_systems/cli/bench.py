@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -62,7 +63,8 @@ def measure(
     """
     measured = dataclasses.replace(experiment, run_group=functools.partial(experiment.run_group, **options))
     failure = None
-    with tempfile.TemporaryDirectory() as scratch:
+    # what is printed meanwhile, by ranks for one, is progress: stdout is for the rows
+    with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(sys.stderr):
         try:
             measuring.measure(
                 measured, cases, refresh=refresh, root=root or Path(scratch), progress=_bar,

@@ -158,7 +158,7 @@ def train(
         made = _config(config, change, flags, _say)
         if dry_run:
             for line in forecast.forecast(made):
-                typer.echo(line)
+                _say(line)
         else:
             pipeline.train(made, _say)
 

@@ -7,6 +7,10 @@ queries; the heaviest come first.
 
 Blocks are powers of two: 192 columns come as three pieces of 64, one after another in shared memory, with a matmul for
 each; 256 as one. Of the third of 160 columns matmuls leave out the second half.
+
+Tried on an H200, without a mask and with one: at 192 columns three groups take 10% and 4% more time than two, and two
+whose softmax overlaps matmuls within a group 15% to 26% and 10% to 15% more; at 256 two without that overlap take 13%
+and 10% more.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     run(plan)
 
 The choice is that of `training.defaults`, on all GPUs there are. A GPU without bf16 trains in fp16 with loss scaling;
-several GPUs share each step's sequences, and the optimizer's state. On a CPU it is a run of minutes that shows that all
-parts work.
+several GPUs share each step's sequences, and the optimizer's state where it does not fit otherwise. On a CPU it is a
+run of minutes that shows that all parts work.
 """
 
 from __future__ import annotations
