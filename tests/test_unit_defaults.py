@@ -48,6 +48,9 @@ def test_there_is_text_for_one_epoch():
         tokens = 120 * ranks * 592_524  # MFU 0.43
         assert tokens * 4.2e-6 <= chosen.text.train_mb <= 2 * tokens * 4.2e-6
     assert made(H200, schedule__steps=5).text.train_mb == defaults.LEAST_MB
+    for machine in (H200, Machine()):  # epochs are of all that is there
+        assert made(machine, schedule__epochs=2).text.train_mb == config.Text().train_mb
+        assert made(machine, schedule__epochs=2, text__source="a.txt").text.train_mb == 0
     assert made(H200, schedule__tokens=2 * 10**7).text.train_mb == 85
     assert made(H200, schedule__minutes=1000).text.train_mb == defaults.MOST_MB
     assert made(Machine(tflops=0.24)).text.train_mb < made(Machine(tflops=2.4)).text.train_mb

@@ -14,7 +14,6 @@ nat of the text's entropy (chapter `training`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 from cs336_systems.accounting import model_flops, num_parameters, peaks
 from cs336_systems.store.machine import cpu_cores, gpu_names
 from cs336_systems.training.config import LENGTHS, MODEL_SIZES, TrainingConfig, load
-from cs336_systems.training.forecast import memory_bytes
+from cs336_systems.training.forecast import memory_bytes, ranks_of
 
 CONTEXTS = (2048, 1024, 512, 256, 128)  # the first one with bf16 alone: slower GPUs were not tried there
 STEP_TOKENS = 2**15  # of all GPUs together
@@ -61,11 +60,6 @@ def here(device: str = "auto") -> Machine:
     dtype, known = modes.dtype_of("auto", "cuda"), peaks(names[0])
     tflops = known.tflops.get(dtype, UNKNOWN_TFLOPS) if known else UNKNOWN_TFLOPS
     return Machine(gib, dtype, tflops, len(names))
-
-
-def ranks_of(config: TrainingConfig) -> int:
-    """Processes that will train: torchrun's, or those that the configuration starts."""
-    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else config.parallel.nproc
 
 
 def settled(told: Mapping[str, Any], say: Callable[[str], None]) -> TrainingConfig:
@@ -157,11 +151,13 @@ def most_sequences(told: Mapping[str, Any], gib: float, dtype: str, ranks: int =
 def _megabytes(config: TrainingConfig, machine: Machine) -> float:
     """Text that the run's length reads once, or less: from LEAST_MB to MOST_MB. Of a CPU the ranks share the cores."""
     kind, length = config.schedule.length
+    if kind == "epochs":  # of all that is there
+        return config.text.train_mb if config.text.source in ("stories", "random") else 0.0
     sizes = config.model.sizes(config.tokenizer.vocab_size)
     step_tokens = config.batch.sequences * sizes.context_length
     flops = model_flops(sizes, 1, sizes.context_length, "train_step") / sizes.context_length
     per_minute = 60 * _MFU * machine.tflops * 1e12 * (ranks_of(config) if machine.gib else 1) / flops
-    tokens = length * {"minutes": per_minute, "tokens": 1, "steps": step_tokens, "epochs": 0}[kind]
+    tokens = length * {"minutes": per_minute, "tokens": 1, "steps": step_tokens}[kind]
     return float(f"{min(max(_BYTES_PER_TOKEN * tokens / 1e6, LEAST_MB), MOST_MB):.3g}")
 
 

@@ -19,6 +19,11 @@ _PLAIN = ("reference", "flash_torch")  # attention that keeps whole matrices of 
 _STEPS = 3
 
 
+def ranks_of(config: TrainingConfig) -> int:
+    """Processes that will train: torchrun's, or those that the configuration starts."""
+    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else config.parallel.nproc
+
+
 def memory_bytes(config: TrainingConfig, dtype: str, device: str, world_size: int) -> int:
     """Tensors alive at the peak of a step on one rank (`accounting.memory`), for the model run eagerly.
 
@@ -80,7 +85,7 @@ def forecast(config: TrainingConfig) -> Iterator[str]:
 
     from cs336_systems.training import modes
 
-    device, ranks = modes.device_of(config.run.device), config.parallel.nproc
+    device, ranks = modes.device_of(config.run.device), ranks_of(config)
     check_fits(config, ranks, config.tokenizer.vocab_size)
     dtype, sizes = modes.dtype_of(config.run.dtype, device), config.model.sizes(config.tokenizer.vocab_size)
     yield json.dumps(config.to_dict(), indent=1)

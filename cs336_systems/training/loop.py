@@ -8,6 +8,7 @@ averaged, clipped, and one update. A checkpoint holds all that the next step dep
 
 from __future__ import annotations
 
+import functools
 import math
 import signal
 import threading
@@ -130,11 +131,8 @@ class Trainer:
         self._sum += self.loss
         self._count += 1
         self.scaler.unscale_(self.optimizer)
-        largest = config.optimizer.clip or math.inf
-        if self.sharded:
-            norm = self.sharded.clip_grad_norm_(largest)
-        else:
-            norm = clip_grad_norm_(self.model.parameters(), largest)
+        own = functools.partial(clip_grad_norm_, self.model.parameters())
+        norm = (self.sharded.clip_grad_norm_ if self.sharded else own)(config.optimizer.clip or math.inf)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
