@@ -13,6 +13,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 import step_rows
+from matplotlib.figure import Figure
 
 from cs336_systems import chapters
 from cs336_systems.chapters import tables_of
@@ -369,6 +370,9 @@ def test_a_page_names_both_layouts_of_a_figure(monkeypatch, tmp_path):
         plt.close(figure)
     size = {kind: len(one["application/pdf"]) for kind, one in shown.items()}
     assert abs(size["0"] - size["1"]) < 100 and narrow.parted(shown["0"]["image/svg+xml"])[1] == ""
+    other = Figure()  # anybody's own
+    other.add_axes((0, 0, 1, 1))
+    assert narrow.parted(narrow.shown(other)["image/svg+xml"])[1] == ""
     (images / "a1.svg").write_text(shown["1"]["image/svg+xml"])
     (images / "b2.svg").write_text("<svg></svg>")
     page = tmp_path / "page.html"

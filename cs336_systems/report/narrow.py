@@ -19,17 +19,19 @@ from matplotlib.ticker import FuncFormatter
 from cs336_systems.report.chapter import BUILD_VARIABLE
 
 PHONE = 3.4  # inches, 326 of CSS's pixels: less than the column of nearly every phone
-widths: WeakKeyDictionary[Figure, float] = WeakKeyDictionary()  # of figures that need more: these scroll
+widths: WeakKeyDictionary[Figure, float] = (
+    WeakKeyDictionary()
+)  # of figures by `figures.panels`; wider ones scroll
 _BEGIN, _END = '<metadata id="narrow">', "</metadata></svg>"
 
 
 def shown(figure: Figure) -> dict[str, str]:
-    """What a notebook shows of a figure, by MIME type: SVG for the screen, PDF for LaTeX. While the book is built, the
-    figure is laid out anew after that, and the SVG carries its second layout."""
+    """What a notebook shows of a figure, by MIME type: SVG for the screen, PDF for LaTeX. While the book is built,
+    one of `figures.panels` is laid out anew after that, and the SVG carries its second layout."""
     from IPython.core.pylabtools import print_figure
 
     svg, pdf = print_figure(figure, "svg"), print_figure(figure, "pdf", base64=True)
-    if os.environ.get(BUILD_VARIABLE) == "1":
+    if os.environ.get(BUILD_VARIABLE) == "1" and figure in widths:
         narrow(figure)
         other = print_figure(figure, "svg", bbox_inches=None)
         svg = svg.removesuffix("</svg>\n") + _BEGIN + other[other.index("<svg") :] + _END
@@ -43,9 +45,9 @@ def parted(svg: str) -> tuple[str, str]:
 
 
 def narrow(figure: Figure) -> None:
-    """Lays a figure of `figures.panels`, once drawn, out anew, in place: PHONE wide, or as `widths` says, with as many
+    """Lays a figure of `figures.panels`, once drawn, out anew, in place: as wide as `widths` says, with as many
     of its panels side by side as then are about as wide as they were, one at least."""
-    width = widths.get(figure, PHONE)
+    width = widths[figure]
     panels = [ax for ax in figure.axes if ax.get_subplotspec() is not None]
     across = panels[0].get_gridspec().ncols
     columns = max(1, round(across * width / figure.get_figwidth()))

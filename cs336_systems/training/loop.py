@@ -8,7 +8,6 @@ averaged, clipped, and one update. A checkpoint holds all that the next step dep
 
 from __future__ import annotations
 
-import functools
 import math
 import signal
 import threading
@@ -131,8 +130,8 @@ class Trainer:
         self._sum += self.loss
         self._count += 1
         self.scaler.unscale_(self.optimizer)
-        own = functools.partial(clip_grad_norm_, self.model.parameters())
-        norm = (self.sharded.clip_grad_norm_ if self.sharded else own)(config.optimizer.clip or math.inf)
+        largest, weights = config.optimizer.clip or math.inf, self.model.parameters()
+        norm = self.sharded.clip_grad_norm_(largest) if self.sharded else clip_grad_norm_(weights, largest)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
