@@ -69,7 +69,7 @@ def main(kernels: str, shapes: int = len(SHAPES), head_dim: int | None = None) -
 
             of = tiles if kernels == "portable" else launcher
             of.multiprocessors_of = lambda index, many=many: 1 if many else 10**6
-            again._passes.clear()
+            again.forget()
         torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
         dtype = torch.float32 if dtype == "tf32" else dtype
         batch, heads, num_queries, num_keys = shape

@@ -386,3 +386,4 @@ def test_first_calls_on_a_gpu():
         assert "status" not in metrics
         assert metrics["compiled"] == len(metrics["kernels"].split()) and metrics["compiled_later"] >= 0
         assert 1e3 * metrics["first_call_s"] > metrics["second_call_ms"]
+        assert metrics.get("forgetful_us", 1e9) > metrics["host_us"] > 0

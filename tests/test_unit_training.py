@@ -25,6 +25,7 @@ import safetensors.torch  # noqa: E402
 from alive_bytes import AliveBytes  # noqa: E402
 
 from cs336_systems.launch.group import Rank  # noqa: E402
+from cs336_systems.launch.start import launch  # noqa: E402
 from cs336_systems.measure.memory.tensors import watching_tensors  # noqa: E402
 from cs336_systems.training import (  # noqa: E402
     checkpoints,
@@ -32,7 +33,6 @@ from cs336_systems.training import (  # noqa: E402
     config,
     forecast,
     loop,
-    modes,
     optimizer,
     outputs,
 )
@@ -114,12 +114,10 @@ def test_what_is_compiled(monkeypatch, how, compiled):
 
 
 def test_cuda_graphs_are_refused_where_there_can_be_none():
-    with pytest.raises(ValueError, match=r"on a CPU allowed: off, attention, blocks, whole"):
+    with pytest.raises(ValueError, match=r"on a CPU; allowed: off, attention, blocks, whole$"):
         Trainer(made("unused", run__compile="graphs"), data())
     with pytest.raises(ValueError, match=r"batch\.accumulate=2 with run\.compile='graphs'; allowed: 1"):
         made("unused", run__compile="graphs", batch__accumulate=2)
-    with pytest.raises(ValueError, match="on 2 ranks allowed"):
-        modes.wrap(torch.nn.Linear(1, 1), config.Run(compile="graphs"), config.Parallel(), 2, "fp32")
 
 
 def test_attention_that_has_no_grouped_queries_is_refused():
@@ -150,15 +148,35 @@ def test_what_a_sharded_model_cannot_be_is_refused(changes):
         config.for_ranks(made("unused", parallel__wrapper="fsdp", **changes), 2)
 
 
+def losses_on_a_gpu(rank, variants):
+    """Of variants of a run: the losses of eight steps."""
+    settings = {"run__device": "cuda", "run__dtype": "fp32", "model__attention": "reference"}
+    found = []
+    for changes in variants:
+        trainer = Trainer(made("unused", **settings, **changes), data(), rank)
+        found.append(torch.stack([(trainer.train_step(), trainer.loss)[1] for _ in range(8)]).cpu())
+        torch._dynamo.reset()  # gives back the memory of graphs
+    return found
+
+
 @pytest.mark.gpu
 def test_steps_replayed_as_cuda_graphs_learn_the_same():
-    losses = {}
-    for how in ("off", "whole", "graphs"):
-        settings = {"run__device": "cuda", "run__dtype": "fp32", "model__attention": "reference"}
-        trainer = Trainer(made("unused", run__compile=how, **settings), data())
-        losses[how] = torch.stack([(trainer.train_step(), trainer.loss)[1] for _ in range(8)])
-    torch.testing.assert_close(losses["whole"], losses["off"], rtol=1e-3, atol=0)
-    torch.testing.assert_close(losses["graphs"], losses["whole"], rtol=1e-3, atol=0)
+    off, whole, graphs = losses_on_a_gpu(None, [{"run__compile": how} for how in ("off", "whole", "graphs")])
+    torch.testing.assert_close(whole, off, rtol=1e-3, atol=0)
+    torch.testing.assert_close(graphs, whole, rtol=1e-3, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_ranks_that_replay_cuda_graphs_learn_the_same():
+    kinds = [{"parallel__wrapper": wrapper} for wrapper in WRAPPERS[:-1]]
+    kinds.append({"optimizer__sharded": True})
+    variants = [{}] + [kind | {"run__compile": "graphs", "parallel__bucket_mb": 0.002} for kind in kinds]
+    for off, *graphs in launch(f"{__name__}:losses_on_a_gpu", 2, {"variants": variants}):
+        for kind, losses in zip(kinds, graphs, strict=True):
+            torch.testing.assert_close(
+                losses, off, rtol=1e-3, atol=0, msg=lambda m, kind=kind: f"{kind}: {m}"
+            )
 
 
 def test_norms_and_embeddings_do_not_decay():

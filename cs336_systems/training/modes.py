@@ -66,18 +66,20 @@ def wrap(module: WithLoss, run: Run, parallel: Parallel, world_size: int, dtype:
 
     Blocks that are computed again come last: gathers and compiled code are within. dtype: what forward passes run in; a
     sharded model's weights travel in it.
-    ValueError for CUDA graphs on a CPU, or on several ranks: communication is not recorded.
+    CUDA graphs are of forward and of backward: gradients are averaged after the latter, outside.
+    ValueError for CUDA graphs on a CPU.
     """
-    if run.compile == "graphs":
-        return _graphed(module, world_size), lambda: None
+    graphs = run.compile == "graphs"
+    if graphs and next(module.parameters()).device.type != "cuda":
+        raise ValueError(f"run.compile='graphs' on a CPU; allowed: {', '.join(COMPILE[:-1])}")
     if run.compile in ("attention", "blocks"):
         for layer in module.model.layers:
             (layer if run.compile == "blocks" else layer.attn).compile()
-    elif run.compile == "whole":
-        module.compile(fullgraph=True, dynamic=False)
-    wrapped = _averaging(module, parallel, world_size, dtype)
+    elif run.compile in ("whole", "graphs"):
+        module.compile(fullgraph=True, dynamic=False, mode="reduce-overhead" if graphs else None)
+    wrapped, finish = _averaging(module, parallel, world_size, dtype)
     checkpointing.recompute(module.model.layers, run.recompute)
-    return wrapped
+    return _replayed(wrapped) if graphs else wrapped, finish
 
 
 def _averaging(module: WithLoss, parallel: Parallel, world_size: int, dtype: str) -> Wrapped:
@@ -93,14 +95,9 @@ def _averaging(module: WithLoss, parallel: Parallel, world_size: int, dtype: str
     return wrapped, getattr(wrapped, "finish_gradient_synchronization", lambda: None)
 
 
-def _graphed(module: WithLoss, world_size: int) -> Callable[..., Tensor]:
-    if world_size > 1 or next(module.parameters()).device.type != "cuda":
-        where, allowed = f"{world_size} ranks" if world_size > 1 else "a CPU", ", ".join(COMPILE[:-1])
-        raise ValueError(f"run.compile='graphs' needs one rank with a GPU; on {where} allowed: {allowed}")
-    module.compile(mode="reduce-overhead", fullgraph=True, dynamic=False)
-
+def _replayed(wrapped: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def step(*batch: Tensor) -> Tensor:
-        torch.compiler.cudagraph_mark_step_begin()  # what the last step's graph returned may be overwritten
-        return module(*batch)
+        torch.compiler.cudagraph_mark_step_begin()  # what the last step's graphs returned may be overwritten
+        return wrapped(*batch)
 
     return step

@@ -113,6 +113,12 @@ _MAX_PASSES = 10_000  # the lengths are part of the key, and a program may meet 
 _MAX_CALLS = 3_000  # some 15 MB
 
 
+def forget() -> None:
+    """Forgets all passes: the next call of each works its launches out again."""
+    _passes.clear()
+    _calls.clear()
+
+
 def _remember(key: tuple[Any, ...], found: Pass) -> None:
     if found.launches:
         if len(_passes) >= _MAX_PASSES:

@@ -1,15 +1,18 @@
 """A table of chapter `leaderboard`: the first call of both passes in a fresh process with empty caches, and how many
-kernels Triton compiles for it; then the first call of a second process, which finds on disk what the first one left."""
+kernels Triton compiles for it; then the first call of a second process, which finds on disk what the first one left.
+Beside them what a call that was made before takes the host, with launches remembered and without."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cs336_systems.chapters.shared import attention_peers as peers
 from cs336_systems.chapters.shared import depends
@@ -19,16 +22,25 @@ from cs336_systems.store import process
 from cs336_systems.store.status import failure_is_a_row
 from cs336_systems.store.table import Table
 
+if TYPE_CHECKING:
+    import torch
+
 DEPENDS = (*depends.TRITON, *depends.CUDA, *depends.LADDER)
 GROUP = ("heads", "seq_len", "head_dim", "is_causal", "dtype")
 METRICS = (
     "first_call_s", "second_call_ms", "next_process_s", "compiled", "compiled_later", "backend", "kernels",
+    "host_us", "forgetful_us",
 )  # fmt: skip
 IMPLS = ("flash_triton", "plain_triton", "flash_cuda", "flex_compiled", "fa4", "sdpa_cudnn")
+IN_TRITON = ("flash_triton", "plain_triton")  # whose launches are remembered
 CACHES = {  # variable → folder of what a compiler keeps
     "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "XDG_CACHE_HOME": "cuda",
 }  # fmt: skip
 OTHER_LENGTHS = (64, 200, 256, 777, 1024, 4096, 5000)  # of sequences, in calls after the first two
+SHORT, CALLS = (
+    256,
+    200,
+)  # tokens and number of the calls that the host is timed for: it waits for none of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +91,9 @@ def _in_a_process(case: Case) -> dict[str, Any]:
 
 def first_call(case: dict[str, Any]) -> dict[str, Any]:
     """Both passes for the first time in this process, and again: seconds, milliseconds, and how many kernels Triton has
-    compiled for the first call (`compiled`), and in calls with OTHER_LENGTHS (`compiled_later`, ours only).
+    compiled for the first call (`compiled`), and in calls with OTHER_LENGTHS (`compiled_later`, ours only). Of calls of
+    forward alone with SHORT tokens the host's microseconds (`host_us`), and of ours in Triton those where launches are
+    forgotten before each (`forgetful_us`).
 
     For a fresh process with empty caches, where `TRITON_CACHE_DIR` says.
     """
@@ -93,13 +107,15 @@ def first_call(case: dict[str, Any]) -> dict[str, Any]:
         x = torch.ones(64, 64, device=device)
         (x @ x).sum().item()  # the context and cuBLAS are not the implementation's to start
 
-        def both(n: int) -> None:
+        def drawn(n: int) -> list[torch.Tensor]:
             shape = (
                 (n, which.heads, which.head_dim) if impl.tokens_first else (which.heads, n, which.head_dim)
             )
-            dtype = torch_dtype(which.dtype)
-            q, k, v, grad_o = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
-            leaves = [x.requires_grad_() for x in (q, k, v)]
+            return [torch.randn(shape, device=device, dtype=torch_dtype(which.dtype)) for _ in range(4)]
+
+        def both(n: int) -> None:
+            *inputs, grad_o = drawn(n)
+            leaves = [x.requires_grad_() for x in inputs]
             torch.autograd.grad(impl.apply(*leaves), leaves, grad_o)
 
         seconds = []
@@ -121,7 +137,28 @@ def first_call(case: dict[str, Any]) -> dict[str, Any]:
                 both(n)
             metrics["compiled_later"] = _compiled_kernels() - metrics["compiled"]
             metrics["kernels"] = " ".join(peers.own_kernels(lambda: both(which.seq_len)))
+        if device == "cuda":
+            q, k, v, _ = drawn(SHORT)
+            metrics["host_us"] = _host_us(lambda: impl.apply(q, k, v))
+            if which.impl in IN_TRITON:
+                from cs336_systems.attention.triton import again
+
+                metrics["forgetful_us"] = _host_us(lambda: impl.apply(q, k, v), again.forget)
     return metrics
+
+
+def _host_us(call: Callable[[], Any], before: Callable[[], None] = lambda: None) -> float:
+    """The median of what CALLS calls take the host, each when the GPU is idle, after the first ones."""
+    import torch
+
+    found = []
+    for _ in range(CALLS):
+        before()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        found.append(1e6 * (time.perf_counter() - start))
+    return statistics.median(found[CALLS // 4 :])
 
 
 def _compiled_kernels() -> int:

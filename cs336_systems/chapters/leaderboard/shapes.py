@@ -67,6 +67,8 @@ _SHAPES = (  # batch, heads, queries, keys, head dimension, masks (c causal, - n
     (4, 12, 2048, 1024, 64, "-", "bf16"),
     (8, 16, 4096, 256, 64, "-", "bf16"),
     (8, 10, 4096, 77, 64, "-", "bf16"),  # a picture's tokens and a caption's
+    (256, 8, 128, 128, 64, "-", "fp16"),
+    (3, 7, 1234, 1234, 112, "c", "bf16"),
 )
 
 

@@ -224,13 +224,14 @@ def counters_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 def first_calls_table(rows: pd.DataFrame) -> pd.DataFrame:
     """Seconds of the first call of both passes in a fresh process, and in the next one; ms of the second, kernels that
-    Triton compiled."""
+    Triton compiled; the host's microseconds of later calls of forward."""
     rows = rows[rows["repeat"] == 0]
     return pd.DataFrame({
         "machine": rows["machine"], "implementation": rows["impl"].map(label), "first call, s": rows["first_call_s"],
         "in the next process, s": rows["next_process_s"],
         "second call, ms": rows["second_call_ms"], "kernels compiled": rows["compiled"].astype("Int64"),
         "for 7 other lengths": rows["compiled_later"].astype("Int64"),
+        "later, host, µs": rows["host_us"], "launches forgotten, µs": rows["forgetful_us"],
     })  # fmt: skip
 
 

@@ -33,9 +33,10 @@ RUNGS = {  # rung → attention, dtype, compile, wrapper, sharded
     "graphs": ("auto", "bf16", "graphs", "none", False),
     "ddp": ("auto", "bf16", "blocks", "in_place", False),
     "ddp_whole": ("auto", "bf16", "whole", "in_place", False),
-    "sharded": ("auto", "bf16", "whole", "in_place", True),
+    "ddp_graphs": ("auto", "bf16", "graphs", "in_place", False),
+    "sharded": ("auto", "bf16", "graphs", "in_place", True),
 }
-ON_ONE, ON_TWO = tuple(RUNGS)[:6], ("flash", "ddp", "ddp_whole", "sharded")
+ON_ONE, ON_TWO = tuple(RUNGS)[:6], ("flash", "ddp", "ddp_whole", "ddp_graphs", "sharded")
 STEPS = 60
 
 

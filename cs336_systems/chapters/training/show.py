@@ -24,7 +24,7 @@ from cs336_systems.report.values import Number, Row
 RUNGS = {
     "fp32": "plain, fp32", "tf32": "TF32", "bf16": "bf16", "compiled": "torch.compile", "flash": "FlashAttention",
     "graphs": "CUDA graphs", "ddp": "two GPUs, blocks", "ddp_whole": "two GPUs, whole",
-    "sharded": "sharded AdamW",
+    "ddp_graphs": "two GPUs, graphs", "sharded": "sharded AdamW",
 }  # fmt: skip
 DRAWN = ("fp32", "bf16", "compiled", "flash", "sharded")  # of all rungs: a plot can show five, and one again
 WINDOW = 5  # steps over which losses are averaged
