@@ -164,24 +164,20 @@ def test_short_backward_passes_are_left_to_the_portable_kernels(monkeypatch):
 
 
 def test_what_grouped_queries_are_launched_with(launched):
-    """As many items as every multiprocessor should have, of parts of the group if need be; none is for few queries."""
+    """Each head of queries has programs of its own, and dK and dV of a group are summed."""
     keys, launches = launched
-    for heads, key_heads, programs in ((2, 2, 96), (8, 2, 132), (8, 100, 132)):
-        heads *= key_heads // 2
-        q, k = zeros(3, heads, 60, 128), zeros(3, key_heads, 1000, 128)
+    for heads, key_heads, n in ((2, 2, 60), (8, 2, 60), (8, 2, 200)):
+        q, k = zeros(3, heads, n, 128), zeros(3, key_heads, 1000, 128)
         o, logsumexp = hopper.launch_forward(q, k, k, False)
         hopper.launch_backward(q, k, k, o, logsumexp, o, False)
         _, prepare, main, finish, *more = launches
-        assert main[:2] == ("few_queries_kernel" if heads == 2 else "backward_keys_kernel", (programs, 1, 1))
+        few = "few_queries_kernel", (16 * 3 * heads, 1, 1)
+        assert main[:2] == (few if n == 60 else ("backward_keys_kernel", (132, 1, 1)))
         assert [x[0] for x in (prepare, finish)] == ["prepare_kernel", "finish_kernel"]
-        assert prepare[1] == finish[1] == (3 * heads, 1, 1)
-        parted = (3, 8, 1000, 128) if key_heads == 2 < heads else k.shape
-        assert [tuple(shape) for shape, *_ in main[2][:6]] == [
-            *(x.shape for x in (q, k, k, q)),
-            parted,
-            parted,
-        ]
-        assert [x[:2] for x in more] == [("sum_kernel", (16 * 6, 2, 1))] * (parted != k.shape)
+        assert prepare[1] == finish[1] == (triton.cdiv(n, 64) * 3 * heads, 1, 1)
+        made = (3, heads, 1000, 128)
+        assert [tuple(shape) for shape, *_ in main[2][:6]] == [*(x.shape for x in (q, k, k, q)), made, made]
+        assert [x[:2] for x in more] == [("sum_kernel", (16 * 6, 2, 1))] * (heads > key_heads)
         launches.clear()
     assert len(set(keys)) == 6
 
@@ -197,7 +193,7 @@ def test_what_wide_heads_are_launched_with(launched):
         assert main[:2] == (
             "backward_wide_kernel",
             (triton.cdiv(m, 64) * 3 * heads, 1, 1),
-        )  # a group in parts
+        )
         assert {tuple(block) for _, _, block, *_ in main[2][:6]} == {(1, 1, 64, 64)}
         assert list(main[2][6][0]) == [2 * 3 * heads, triton.cdiv(n, 64) * 64]
         assert prepare[-1][-5] == 256
@@ -266,13 +262,6 @@ def test_whose_kernels_windows_and_documents_are_for(monkeypatch):
             assert flash_triton._launcher(part, x, x, x) is without
             for window, cu_seqlens in ((100, None), (100, zeros(2)), (None, zeros(2))):
                 assert flash_triton._launcher(part, x, x, x, window, cu_seqlens) is limited
-
-
-def test_parts_of_a_group():
-    for group, items, parts in (
-        (1, 1, 1), (8, 528, 1), (8, 527, 2), (8, 132, 4), (8, 131, 8), (7, 500, 7), (6, 180, 3), (12, 1, 12),
-    ):  # fmt: skip
-        assert configs.parts_of(group, items, 132) == parts
 
 
 def test_the_flag_for_determinism_turns_off_backward_only(monkeypatch):
@@ -799,12 +788,12 @@ def test_the_sum_becomes_dq(padded_d, d, transposed):
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("d", "padded_d", "parts"), [(64, 64, 4), (40, 64, 3), (104, 128, 2)])
-def test_parts_of_a_group_are_summed(d, padded_d, parts):
+@pytest.mark.parametrize(("d", "padded_d", "group"), [(64, 64, 4), (40, 64, 3), (104, 128, 2)])
+def test_gradients_of_a_group_are_summed(d, padded_d, group):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     batch, heads, n = 2, 3, 70
     made = [
-        fresh(batch, heads * parts, n, d, dtype=torch.float16, device=device, requires_grad=False)
+        fresh(batch, heads * group, n, d, dtype=torch.float16, device=device, requires_grad=False)
         for _ in range(2)
     ]
     dk = torch.full((batch, n, heads, d), float("nan"), dtype=torch.float16, device=device).transpose(1, 2)
@@ -820,10 +809,10 @@ def test_parts_of_a_group_are_summed(d, padded_d, parts):
         HEAD_DIM=d,
         D=padded_d,
         ROWS=64,
-        PARTS=parts,
+        HEADS_PER_KV=group,
     )
     for found, x in zip((dk, dv), made, strict=True):
-        assert torch.equal(found, x.float().view(batch, heads, parts, n, d).sum(2).half())
+        assert torch.equal(found, x.float().view(batch, heads, group, n, d).sum(2).half())
 
 
 # --------------------------------------------------------------------------------- what the compiler says
@@ -833,8 +822,7 @@ def _compile(kernel, head_dim, is_causal, config, dtype="bf16"):
     kernel, _, variant = kernel.partition(" ")
     return aot.compile_hopper_kernel(
         kernel, head_dim, dtype, config, is_causal=is_causal, zeroed=variant != "without zeros",
-        persistent=variant != "of one tile", heads_per_kv=4 if variant == "of a group" else 1,
-        window=variant == "with a window", packed=variant == "of documents",
+        persistent=variant != "of one tile", window=variant == "with a window", packed=variant == "of documents",
     )  # fmt: skip
 
 
@@ -847,9 +835,8 @@ PROGRAMS = list(dict.fromkeys(
     (kernel, d, config)
     for kernel, tables in (("forward", TABLES), ("forward of one tile", TABLES), ("forward with a window", TABLES),
                            ("forward of documents", TABLES), ("backward", OF_BACKWARD),
-                           ("backward without zeros", OF_BACKWARD), ("backward of a group", OF_BACKWARD),
-                           ("backward with a window", OF_BACKWARD), ("backward of documents", OF_BACKWARD),
-                           ("few", FEW), ("backward", OF_WIDE), ("backward of a group", OF_WIDE))
+                           ("backward without zeros", OF_BACKWARD), ("backward with a window", OF_BACKWARD),
+                           ("backward of documents", OF_BACKWARD), ("few", FEW), ("backward", OF_WIDE))
     for table in tables
     for d, config in table.items()
     if kernel != "forward of one tile" or config.can_persist(d)
@@ -896,7 +883,6 @@ def test_products_overlap_and_nothing_worth_speaking_of_is_spilled(
     few = 0
     if kernel.startswith("backward"):
         few = (320 if head_dim == 128 else 128) + more_spills()  # most in fp16 with triton 3.7: 292
-        few *= 1 + (kernel == "backward of a group")  # around the loop over heads of queries
     elif kernel.startswith("forward") and config.groups > 1:
         # triton 3.8 spills as much in fp16: two accesses in loops over keys
         few = max(more_spills(), 136 if config.groups == 3 and head_dim == 128 else 0)

@@ -109,7 +109,7 @@ def _compiled(source: ASTSource, capability: int, options: dict[str, Any]) -> Co
 
 def compile_hopper_kernel(
     kernel: str, head_dim: int, dtype: str, config: Forward | int | None, *, is_causal: bool = True,
-    zeroed: bool = True, persistent: bool = True, heads_per_kv: int = 1, window: bool = False, packed: bool = False,
+    zeroed: bool = True, persistent: bool = True, window: bool = False, packed: bool = False,
 ) -> Compiled:  # fmt: skip
     """Compiles the `"forward"` or `"backward"` kernel of `hopper` for compute capability 9.0, or that of the backward
     pass of `"few"` queries. `config`: of this one, tiles of 64 queries; of the backward kernel None.
@@ -136,7 +136,7 @@ def compile_hopper_kernel(
     from cs336_systems.attention.hopper.launch import KEYS
 
     columns, rest, head_dim = columns_of(head_dim), rest_of(head_dim), padded(head_dim)
-    constants = dict(IS_CAUSAL=is_causal, D=head_dim, REST=rest, num_warps=4)
+    constants = dict(IS_CAUSAL=is_causal, D=head_dim, REST=rest, HEADS_PER_KV=1, num_warps=4)
     options = FUSED | {"num_warps": 4}
     if kernel == "forward":
         function = wide_kernel if columns > 128 else alone_kernel if config.alone else forward_kernel
@@ -146,8 +146,7 @@ def compile_hopper_kernel(
         constants |= dict(
             GROUPS=config.groups, BLOCK_N=config.block_n, STAGES=config.stages, OVERLAP=config.overlap,
             PERSISTENT=persistent and config.can_persist(columns),
-            HALVE=is_causal and config.halves, HEADS_PER_KV=heads_per_kv, PIECE=piece,
-            COLUMNS=columns,
+            HALVE=is_causal and config.halves, PIECE=piece, COLUMNS=columns,
         )  # fmt: skip
         constants = {name: value for name, value in constants.items() if name in function.arg_names}
         if config.registers:
@@ -168,11 +167,11 @@ def compile_hopper_kernel(
             options["maxnreg"] = FEW_REGISTERS[head_dim][config - 1]
         elif wide:
             function, signature["sum_ptr"] = backward_wide_kernel, "*fp32"
-            constants |= dict(COLUMNS=columns, HEADS_PER_KV=heads_per_kv, PARTS=1)
+            constants["COLUMNS"] = columns
             del constants["REST"]
         else:
             function, signature["counters_ptr"] = backward_keys_kernel, "*i32"
-            constants |= dict(ZEROED=zeroed, HEADS_PER_KV=heads_per_kv, PARTS=1)
+            constants["ZEROED"] = zeroed
     if packed:
         signature["limit"] = "*i32"
     elif not window and "limit" in function.arg_names:

@@ -10,7 +10,7 @@ which Triton's own language leaves to its compiler. A program is a *producer* wa
 memory, and *groups* (consumer warpgroups), which compute on 64 rows each; forward programs of one group can load their
 own tiles (`forward_alone`). A *persistent* program stays on its multiprocessor and does the work of many.
 
-    group           a warpgroup: four warps, 128 threads. (Of heads that share keys say HEADS_PER_KV and PARTS.)
+    group           a warpgroup: four warps, 128 threads. (Of heads that share keys says HEADS_PER_KV.)
     wgmma           its matmul: issued by all four warps, done by the tensor cores while they go on. The second operand
                     comes from shared memory, the first from there or from registers, where the result is, in fp32.
                     `warpgroup_mma_wait(n, deps)` waits until at most the last n are under way; deps may be read then

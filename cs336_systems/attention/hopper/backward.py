@@ -86,12 +86,11 @@ def _producer(program):
         free = ((turn // BUFFERS) & 1) ^ 1
         tile, head = scheduler.locate(item)
         b, h = head // scheduler.heads, head % scheduler.heads
-        q_head, q_h = head * scheduler.HEADS_PER_KV, h * scheduler.HEADS_PER_KV
-        kv_h = h // scheduler.PARTS
+        kv_h = h // scheduler.HEADS_PER_KV
         first_key = tile * 2 * WG
         first, end = scheduler.first_of(tile), scheduler.end_of(tile)
         if first < scheduler.query_tiles:  # before K and V, whose place may be taken for longer
-            program.load_queries(b, q_h, q_head, scheduler.nth_of(first, end, 0), t)
+            program.load_queries(b, h, head, scheduler.nth_of(first, end, 0), t)
         mbarrier.wait(kv.k_empty.index(slot), free)
         kv.drawn.index(slot).store(gl.full([1], item, gl.int32, layout))
         mbarrier.expect(kv.k_full.index(slot), 2 * WG * kv.D * 2)
@@ -101,14 +100,9 @@ def _producer(program):
         mbarrier.expect(full, 2 * WG * kv.D * 2)
         for g in gl.static_range(2):
             async_load(program.v_desc, [b, kv_h, first_key + g * WG, 0], full, kv.v.index(2 * slot + g))
-        for nth_head in range(scheduler.HEADS_PER_KV):
-            # not a variable that is 1 and then 0: Gluon's compiler (3.6, 3.7) takes it for 1 in every pass of the loop
-            loaded = (nth_head == 0).to(gl.int32)
-            for n in range(loaded, end - first):
-                program.load_queries(
-                    b, q_h + nth_head, q_head + nth_head, scheduler.nth_of(first, end, n), t + n
-                )
-            t += end - first
+        for n in range(1, end - first):
+            program.load_queries(b, h, head, scheduler.nth_of(first, end, n), t + n)
+        t += end - first
         turn += 1
         item = gl.atomic_add(program.counters_ptr, 1, sem="relaxed")
     # no tile is left: the number past the last tells the others, with no K
@@ -153,14 +147,14 @@ def _end(program, dk, dv, at, first, t, G: gl.constexpr):
 
 
 @gluon.jit
-def _head_of_queries(program, slot, first_key, ends, head_t, p, dk, dv, G: gl.constexpr):
-    """At D = 64: what the tiles of one head of queries, the program's from the head_t-th on, add to dK and dV. ends:
-    where tiles begin, then those that need no mask, then with a limit those that do, and where all end."""
+def _all_queries(program, slot, first_key, ends, keys_t, p, dk, dv, G: gl.constexpr):
+    """At D = 64: what all tiles of queries, the program's from the keys_t-th on, add to dK and dV. ends: where tiles
+    begin, then those that need no mask, then with a limit those that do, and where all end."""
     first, end = ends[0], ends[3]
     dk, dv = dk[0], dv[0]
     for part in gl.static_range(3 if program.scheduler.LIMITED else 2):
         for i in range(ends[part], ends[part + 1]):
-            t = head_t + i - first
+            t = keys_t + i - first
             k = program.kv.k_of(slot + zero(t), G)
             v = program.kv.v.index(2 * slot + G + zero(t)).reshape([WG, program.kv.D])
             p, dk, dv = step(program, k, v, first_key, i, end, t, p, dk, dv, part != 1, G)
@@ -168,20 +162,20 @@ def _head_of_queries(program, slot, first_key, ends, head_t, p, dk, dv, G: gl.co
 
 
 @gluon.jit
-def _late_head_of_queries(program, first_key, first, group_first, end, masked, unmasked, head_t, keys_t, s, v, dk, dv,
-                          SKIPS: gl.constexpr, G: gl.constexpr):  # fmt: skip
+def _all_queries_late(program, first_key, first, group_first, end, masked, unmasked, keys_t, s, v, dk, dv,
+                      SKIPS: gl.constexpr, G: gl.constexpr):  # fmt: skip
     """The same at D = 128, from the last tile to the first: with a limit `masked` tiles, up to the unmasked-th without
-    a mask, and the others. The tile of keys began with the keys_t-th tile of queries."""
+    a mask, and the others."""
     begins = 0, masked, unmasked
     for part in gl.static_range(0 if program.scheduler.LIMITED else 1, 3):
         for n in range(begins[part], begins[part + 1] if part < 2 else end - group_first):
             i = end - 1 - n
             s, dk, dv = late_step(
-                program, first_key, i, head_t + n, keys_t, i > group_first, s, v, dk, dv, part != 1, G
+                program, first_key, i, keys_t + n, keys_t, i > group_first, s, v, dk, dv, part != 1, G
             )
     if SKIPS:  # noqa: SIM102 (known at compile time, the next one is not)
         if first < end:
-            no_key_seen(program, head_t + end - 1 - first, keys_t, G)
+            no_key_seen(program, keys_t + end - 1 - first, keys_t, G)
     return s, dk, dv
 
 
@@ -215,11 +209,11 @@ def _group(program, G: gl.constexpr):
     # queries that meet the diagonal of this group's keys, from the tile's first key on
     meeting: gl.constexpr = (G + 1 if D == 128 else 2) * WG
     turn = 0
-    head_t = 0  # tiles of queries before those of this head
-    item, tile, head, first, group_first, s = _begin(program, turn, head_t, SKIPS, G)
+    keys_t = 0  # tiles of queries before those of this tile of keys
+    item, tile, head, first, group_first, s = _begin(program, turn, keys_t, SKIPS, G)
     s = warpgroup_mma_wait(0, deps=(s,))
     if D == 64:
-        p = program.probabilities(s, tile * 2 * WG, first, head_t, True, G)
+        p = program.probabilities(s, tile * 2 * WG, first, keys_t, True, G)
     while item < scheduler.items():
         slot = turn % BUFFERS
         first_key = tile * 2 * WG
@@ -244,35 +238,26 @@ def _group(program, G: gl.constexpr):
         v = ()
         if D == 128 and (REST or not IS_CAUSAL):
             v = columns_in_registers(kv.v.index(G).reshape([WG, D]), s_layout, REST)
-        keys_t = head_t
-        for nth_head in range(scheduler.HEADS_PER_KV):
-            if D == 64:
-                ends = first, masked_end, unmasked_end, end
-                p, dk, dv = _head_of_queries(program, slot, first_key, ends, head_t, p, dk, dv, G)
-            else:
-                s, dk, dv = _late_head_of_queries(program, first_key, first, group_first, end, end - unmasked_end,
-                                                  unmasked, head_t, keys_t, s, v, dk, dv, SKIPS, G)  # fmt: skip
-            head_t += end - first
-            # scores for the next head; after the last one nothing is awaited, nor used
-            if scheduler.HEADS_PER_KV > 1:
-                more = (nth_head + 1 < scheduler.HEADS_PER_KV) & (group_first < scheduler.query_tiles)
-                s = program.queries.scores(kv.k_of(slot + zero(head_t), G), head_t, more)
-                s = warpgroup_mma_wait(0, deps=(s,))
-                if D == 64:
-                    p = program.probabilities(s, first_key, first, head_t, True, G)
+        if D == 64:
+            ends = first, masked_end, unmasked_end, end
+            p, dk, dv = _all_queries(program, slot, first_key, ends, keys_t, p, dk, dv, G)
+        else:
+            s, dk, dv = _all_queries_late(program, first_key, first, group_first, end, end - unmasked_end, unmasked,
+                                          keys_t, s, v, dk, dv, SKIPS, G)  # fmt: skip
+        keys_t += end - first
         turn += 1
         at = [head // scheduler.heads, head % scheduler.heads, first_key + G * WG, 0]
         if D == 64:
             mbarrier.arrive(kv.k_empty.index(slot), count=1)
             mbarrier.arrive(kv.v_empty.index(slot), count=1)
         else:
-            _end(program, dk, dv, at, first, head_t - 1, G)
-        item, tile, head, first, group_first, s = _begin(program, turn, head_t, SKIPS, G)
+            _end(program, dk, dv, at, first, keys_t - 1, G)
+        item, tile, head, first, group_first, s = _begin(program, turn, keys_t, SKIPS, G)
         if D == 64:  # beside that matmul
             _store_results(program, dk, dv, at, G)
         s = warpgroup_mma_wait(0, deps=(s,))
         if D == 64:
-            p = program.probabilities(s, tile * 2 * WG, first, head_t, True, G)
+            p = program.probabilities(s, tile * 2 * WG, first, keys_t, True, G)
     tma.store_wait(0)
 
 
@@ -292,20 +277,18 @@ def _dq_group(program):
         tile, head = scheduler.locate(item)
         k = kv.k.index(turn % kv.BUFFERS).reshape([2 * WG, D]).permute((1, 0)).load(operand)
         mbarrier.arrive(kv.k_empty.index(turn % kv.BUFFERS), count=1)
-        for nth_head in range(scheduler.HEADS_PER_KV):
-            for i in range(scheduler.first_of(tile), scheduler.end_of(tile)):
-                slot = t & 1
-                mbarrier.wait(gradients.ds_full.index(slot), (t // 2) & 1)
-                dq = warpgroup_mma(k, gradients.ds.index(slot), empty, use_acc=False, is_async=True)
-                dq = warpgroup_mma_wait(0, deps=(dq,))
-                mbarrier.arrive(gradients.ds_empty.index(slot), count=1)
-                if program.ZEROED:
-                    tma.store_wait(1)  # the addition before the last one has read its tile
-                    q_head = head * scheduler.HEADS_PER_KV + nth_head
-                    add_tile(program.dq_desc, dq, gradients.dq.index(slot), q_head, i)
-                else:
-                    put_dq(dq, gradients, slot, t // 2)
-                t += 1
+        for i in range(scheduler.first_of(tile), scheduler.end_of(tile)):
+            slot = t & 1
+            mbarrier.wait(gradients.ds_full.index(slot), (t // 2) & 1)
+            dq = warpgroup_mma(k, gradients.ds.index(slot), empty, use_acc=False, is_async=True)
+            dq = warpgroup_mma_wait(0, deps=(dq,))
+            mbarrier.arrive(gradients.ds_empty.index(slot), count=1)
+            if program.ZEROED:
+                tma.store_wait(1)  # the addition before the last one has read its tile
+                add_tile(program.dq_desc, dq, gradients.dq.index(slot), head, i)
+            else:
+                put_dq(dq, gradients, slot, t // 2)
+            t += 1
         turn += 1
         item = kv.wait_for_item(turn, 4)
     tma.store_wait(0)
@@ -316,10 +299,9 @@ def _dq_group(program):
 def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, stats_desc, counters_ptr, limit,
                          heads, batch_heads, section, key_tiles, query_tiles, num_keys, scale_log2, scale,
                          IS_CAUSAL: gl.constexpr, D: gl.constexpr, DO_STEP: gl.constexpr, REST: gl.constexpr,
-                         ZEROED: gl.constexpr, HEADS_PER_KV: gl.constexpr, PARTS: gl.constexpr,
-                         num_warps: gl.constexpr):  # fmt: skip
+                         ZEROED: gl.constexpr, HEADS_PER_KV: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """dK and dV of all `batch_heads` heads (see `TileScheduler`), and dQ's sum, by any number of programs: the grid.
-    counters_ptr: int32, of drawn tiles, and of reports (see `backward_dq`) for each head of queries; 0 at the start.
+    counters_ptr: int32, of drawn tiles, and of reports (see `backward_dq`) for each head; 0 at the start.
     ZEROED: so is dQ's sum."""
     dtype: gl.constexpr = q_desc.dtype
     STAGES: gl.constexpr = 2 if D == 128 else 3  # tiles of queries in flight
@@ -353,7 +335,7 @@ def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_d
     gradients = GradientTiles(ds_smem, ds_full, ds_empty, dq_smem, dq_full, dq_empty)
     LIMITED: gl.constexpr = limit is not None
     scheduler = TileScheduler(heads, batch_heads, section, key_tiles, query_tiles, num_keys,
-                              limit if LIMITED else num_keys, LIMITED, IS_CAUSAL, D, HEADS_PER_KV, PARTS)  # fmt: skip
+                              limit if LIMITED else num_keys, LIMITED, IS_CAUSAL, D, HEADS_PER_KV)  # fmt: skip
     program = Program(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, stats_desc, counters_ptr,
                       counters_ptr + 1, queries, kv, gradients, results_smem, scheduler, scale_log2, scale, DO_STEP,
                       REST, ZEROED)  # fmt: skip

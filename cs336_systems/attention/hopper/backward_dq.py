@@ -106,29 +106,27 @@ def dq_warp(program):
         tile, head = scheduler.locate(item)
         first, end = scheduler.first_of(tile), scheduler.end_of(tile)
         stores = (tile == 0) & (not program.ZEROED)
-        for nth_head in range(scheduler.HEADS_PER_KV):
-            q_head = head * scheduler.HEADS_PER_KV + nth_head
-            reported = 0
-            for n in range(end - first):
-                i = scheduler.nth_of(first, end, n)
-                before = scheduler.nth_of(0, end, i)  # tiles that the head's first keys have before this one
-                if not program.ZEROED:
-                    if stores:
-                        _report(program.reports_ptr + q_head, n)
-                    elif reported <= before:
-                        reported = _wait_for_report(program.reports_ptr + q_head, before + 1)
-                if kv.D == 64:
-                    mbarrier.wait(gradients.dq_full.index(t & 1), (t // 2) & 1)
-                    _send(dq_desc, gradients.dq.index(t & 1), q_head, i * DQ_ROWS, stores, 64)
-                    mbarrier.arrive(gradients.dq_empty.index(t & 1), count=1)
-                else:
-                    for half in gl.static_range(2):
-                        mbarrier.wait(gradients.dq_full.index(half), t & 1)
-                        _send(dq_desc, gradients.dq.index(half), q_head, (2 * i + half) * DQ_ROWS, stores,
-                              REST if REST and half else 64)  # fmt: skip
-                        mbarrier.arrive(gradients.dq_empty.index(half), count=1)
-                t += 1
-            if stores:
-                _report(program.reports_ptr + q_head, scheduler.query_tiles)
+        reported = 0
+        for n in range(end - first):
+            i = scheduler.nth_of(first, end, n)
+            before = scheduler.nth_of(0, end, i)  # tiles that the head's first keys have before this one
+            if not program.ZEROED:
+                if stores:
+                    _report(program.reports_ptr + head, n)
+                elif reported <= before:
+                    reported = _wait_for_report(program.reports_ptr + head, before + 1)
+            if kv.D == 64:
+                mbarrier.wait(gradients.dq_full.index(t & 1), (t // 2) & 1)
+                _send(dq_desc, gradients.dq.index(t & 1), head, i * DQ_ROWS, stores, 64)
+                mbarrier.arrive(gradients.dq_empty.index(t & 1), count=1)
+            else:
+                for half in gl.static_range(2):
+                    mbarrier.wait(gradients.dq_full.index(half), t & 1)
+                    _send(dq_desc, gradients.dq.index(half), head, (2 * i + half) * DQ_ROWS, stores,
+                          REST if REST and half else 64)  # fmt: skip
+                    mbarrier.arrive(gradients.dq_empty.index(half), count=1)
+            t += 1
+        if stores:
+            _report(program.reports_ptr + head, scheduler.query_tiles)
         turn += 1
         item = kv.wait_for_item(turn, 1)

@@ -118,8 +118,8 @@ def sum_kernel(dk_parts_ptr, dv_parts_ptr, dk_ptr, dv_ptr,
                stride_dk_batch, stride_dk_head, stride_dk_row,
                stride_dv_batch, stride_dv_head, stride_dv_row,
                heads, num_keys, HEAD_DIM: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-               PARTS: tl.constexpr):  # fmt: skip
-    """dK and dV of a head of keys, from those that PARTS of its heads of queries have made: (batch, heads · PARTS,
+               HEADS_PER_KV: tl.constexpr):  # fmt: skip
+    """dK and dV of a head of keys, from those that its heads of queries have made: (batch, heads · HEADS_PER_KV,
     num_keys, HEAD_DIM), contiguous. Grid: (⌈num_keys / ROWS⌉ · batch · heads, 2)."""
     tiles = tl.cdiv(num_keys, ROWS)
     index = tl.cast(tl.program_id(0) // tiles, tl.int64)
@@ -134,7 +134,7 @@ def sum_kernel(dk_parts_ptr, dv_parts_ptr, dk_ptr, dv_ptr,
         parts_ptr = dv_parts_ptr
         out_at = dv_ptr + batch * stride_dv_batch + head * stride_dv_head + rows * stride_dv_row + columns
     total = tl.zeros((ROWS, D), tl.float32)
-    for part in range(PARTS):
-        at = ((index * PARTS + part) * num_keys + rows) * HEAD_DIM + columns
+    for part in range(HEADS_PER_KV):
+        at = ((index * HEADS_PER_KV + part) * num_keys + rows) * HEAD_DIM + columns
         total += tl.load(parts_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_at, total.to(dk_ptr.dtype.element_ty), mask=inside)

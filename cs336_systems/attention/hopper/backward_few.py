@@ -69,7 +69,7 @@ def _add_queries(dq_desc, dq, tile, head, first_part, queries):
 def few_queries_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, stats_desc, heads, batch_heads,
                        section, key_tiles, num_queries, num_keys, scale_log2, scale, IS_CAUSAL: gl.constexpr,
                        TILES: gl.constexpr, D: gl.constexpr, DO_STEP: gl.constexpr, REST: gl.constexpr,
-                       num_warps: gl.constexpr):  # fmt: skip
+                       HEADS_PER_KV: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """dK and dV of 64 keys of one head, and their part of dQ of num_queries ≤ TILES · 64.
     Grid: (key_tiles · batch_heads,)."""
     dtype: gl.constexpr = q_desc.dtype
@@ -90,12 +90,13 @@ def few_queries_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_des
     gdc_launch_dependents()
     tile, head = locate(gl.program_id(0), key_tiles, batch_heads, section)
     b, h, first_key = head // heads, head % heads, tile * WG
+    kv_h = h // HEADS_PER_KV
     # for each tile of queries what its scores need, then the rest; K and V come with the first
     of_tile: gl.constexpr = WG * D * 2
     for i in gl.static_range(TILES):
         mbarrier.expect(full.index(2 * i), (2 * of_tile if i == 0 else of_tile) + 2 * WG * 4)
         if i == 0:
-            async_load(k_desc, [b, h, first_key, 0], full.index(0), k_smem.index(0))
+            async_load(k_desc, [b, kv_h, first_key, 0], full.index(0), k_smem.index(0))
         async_load(q_desc, [b, h, i * WG, 0], full.index(2 * i), rows_smem.index(2 * i))
         for which in gl.static_range(2):
             async_load(
@@ -103,7 +104,7 @@ def few_queries_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_des
             )
         mbarrier.expect(full.index(2 * i + 1), 2 * of_tile if i == 0 else of_tile)
         if i == 0:
-            async_load(v_desc, [b, h, first_key, 0], full.index(1), v_smem.index(0))
+            async_load(v_desc, [b, kv_h, first_key, 0], full.index(1), v_smem.index(0))
         async_load(do_desc, [b, h, i * WG * DO_STEP, 0], full.index(2 * i + 1), rows_smem.index(2 * i + 1))
 
     k = k_smem.index(0).reshape([WG, D])

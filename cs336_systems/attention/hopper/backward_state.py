@@ -124,10 +124,8 @@ class GradientTiles:
 @aggregate
 class TileScheduler:
     """The tiles of 128 keys of all heads, which programs draw by their numbers, and the tiles of queries of each. Heads
-    are those of keys: each has HEADS_PER_KV heads of queries, whose tiles come one head after another, so that dK and
-    dV are summed over them in registers. Where these heads are parted, to have more programs, `heads` are PARTS times
-    those of keys, with so many fewer heads of queries each, and `backward_ends.sum_kernel` sums the parts. LIMITED:
-    there is a `limit`."""
+    are those of queries, of which HEADS_PER_KV share one of keys: each makes its own dK and dV, and
+    `backward_ends.sum_kernel` sums them. LIMITED: there is a `limit`."""
 
     heads: gl.tensor
     batch_heads: gl.tensor
@@ -140,7 +138,6 @@ class TileScheduler:
     IS_CAUSAL: gl.constexpr
     D: gl.constexpr
     HEADS_PER_KV: gl.constexpr
-    PARTS: gl.constexpr
 
     @gluon.jit
     def items(self):

@@ -100,8 +100,8 @@ class QueryRing:
 
 @aggregate
 class Program:
-    """What all warps of a program share. `head`, of keys, has HEADS_PER_KV heads of queries, each of which adds to dK
-    and dV; PARTS programs share them (`backward.TileScheduler`). DO_STEP: 0 where one tile of dO serves all queries."""
+    """What all warps of a program share. `head` is one of queries (`backward_state.TileScheduler`). DO_STEP: 0 where
+    one tile of dO serves all queries."""
 
     q_desc: tma.tensor_descriptor
     k_desc: tma.tensor_descriptor
@@ -127,10 +127,9 @@ class Program:
     IS_CAUSAL: gl.constexpr
     DO_STEP: gl.constexpr
     HEADS_PER_KV: gl.constexpr
-    PARTS: gl.constexpr
 
     @gluon.jit
-    def steps_of_head(self):
+    def steps(self):
         """How many tiles of queries see a key of this program."""
         if self.IS_CAUSAL:
             return gl.maximum(self.query_tiles - self.tile, 0)
@@ -138,32 +137,23 @@ class Program:
             return self.query_tiles
 
     @gluon.jit
-    def steps(self):
-        return self.steps_of_head() * self.HEADS_PER_KV
-
-    @gluon.jit
     def step(self, t):
-        """The (head, tile) of queries of the t-th step."""
-        head, n = self.head * self.HEADS_PER_KV, t
-        if self.HEADS_PER_KV > 1:
-            head += t // self.steps_of_head()
-            n = t % self.steps_of_head()
-        i = self.tile + n
-        return head, i if self.IS_CAUSAL else i % self.query_tiles
+        """The tile of queries of the t-th step."""
+        i = self.tile + t
+        return i if self.IS_CAUSAL else i % self.query_tiles
 
     @gluon.jit
     def load_queries(self, t):
         """What the t-th step needs, when its place is free."""
         queries = self.queries
-        head, i = self.step(t)
-        q_heads = self.heads * self.HEADS_PER_KV
-        b, h, slot = head // q_heads, head % q_heads, t % STAGES
+        i = self.step(t)
+        b, h, slot = self.head // self.heads, self.head % self.heads, t % STAGES
         queries.q_slots.acquire(t)
         full = queries.q_slots.full.index(slot)
         queries.q.load(self.q_desc, b, h, i * WG, full, slot, 2 * WG * 4)
         for which in gl.static_range(2):
             stats = queries.stats.index(2 * slot + which)
-            async_load(self.stats_desc, [2 * head + which, i * WG], full, stats)
+            async_load(self.stats_desc, [2 * self.head + which, i * WG], full, stats)
         queries.do_slots.acquire(t)
         queries.do.load(self.do_desc, b, h, i * WG * self.DO_STEP, queries.do_slots.full.index(slot), slot)
 
@@ -189,7 +179,7 @@ def _values_group(program):
         queries.q_slots.wait(0)
         s = warpgroup_mma_wait(0, deps=(mma_over_pieces(k, queries.q.tile(0), empty),))
         for t in range(steps):
-            _, i = program.step(t)
+            i = program.step(t)
             minus_l = queries.statistic(0, t, layout)
             queries.q_slots.release(t)
             # of a key that is not there P, exp(−L), may be infinite
@@ -266,7 +256,7 @@ def _queries_group(program):
     gdc_launch_dependents()
     steps = program.steps()
     if steps > 0:  # else dK takes the place of V at once
-        b, kv_h = program.head // program.heads, program.head % program.heads // program.PARTS
+        b, kv_h = program.head // program.heads, program.head % program.heads // program.HEADS_PER_KV
         program.kv.load(program.k_desc, b, kv_h, program.tile * WG, program.k_full.index(0), 0)
         program.load_queries(0)
         program.kv.load(program.v_desc, b, kv_h, program.tile * WG, program.v_full.index(0), 1)
@@ -274,7 +264,7 @@ def _queries_group(program):
     for t in range(steps):
         if t + 1 < steps:  # the step before this one has left its place
             program.load_queries(t + 1)
-        head, i = program.step(t)
+        i = program.step(t)
         program.ds.slot.wait(t)
         ds = program.ds.tile.permute((1, 0)).load(gl.DotOperandLayout(0, layout, 2))
         program.ds.slot.release(t)
@@ -282,7 +272,7 @@ def _queries_group(program):
             k = program.kv.smem.index(piece).reshape([WG, WG])
             dq = warpgroup_mma(ds, k, empty, use_acc=False, is_async=True)
             dq = warpgroup_mma_wait(0, deps=(dq,))
-            tiles = (head.to(gl.int64) * program.query_tiles + i) * (SUM_COLUMNS // WG) + piece
+            tiles = (program.head.to(gl.int64) * program.query_tiles + i) * (SUM_COLUMNS // WG) + piece
             _add(program.sum_ptr + tiles * (WG * WG), dq)
 
 
@@ -290,7 +280,7 @@ def _queries_group(program):
 def backward_wide_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, sum_ptr, heads, batch_heads,
                          section, key_tiles, query_tiles, num_keys, scale_log2, scale, IS_CAUSAL: gl.constexpr,
                          D: gl.constexpr, COLUMNS: gl.constexpr, DO_STEP: gl.constexpr, HEADS_PER_KV: gl.constexpr,
-                         PARTS: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+                         num_warps: gl.constexpr):  # fmt: skip
     """dK and dV of 64 keys of one of `batch_heads` heads, and what they add to dQ's sum, which is zero at the start.
     Tiles have D columns, of which matmuls compute with the first COLUMNS. Grid: (key_tiles · batch_heads,)."""
     dtype: gl.constexpr = q_desc.dtype
@@ -314,8 +304,7 @@ def backward_wide_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stat
     tile, head = locate(gl.program_id(0), key_tiles, batch_heads, section)
     program = Program(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, stats_desc, sum_ptr,
                       Pieces(kv_smem, WG, WG, PIECES, LAST), k_full, v_full, queries, p, ds, heads, head, tile,
-                      query_tiles, num_keys, scale_log2, scale, IS_CAUSAL, DO_STEP, HEADS_PER_KV,
-                      PARTS)  # fmt: skip
+                      query_tiles, num_keys, scale_log2, scale, IS_CAUSAL, DO_STEP, HEADS_PER_KV)  # fmt: skip
     # as in `forward`: functions, warps, registers; the first group gets what the others leave of 504
     REGS: gl.constexpr = [200, 104] if D == 192 else [208, 88]
     gl.warp_specialize([(_values_group, (program,)), (_keys_group, (program,)), (_queries_group, (program,))],

@@ -118,8 +118,6 @@ SMALL = 0.5
 # program weighs more, if every place for such a program still gets CHAINS of them: the last ones end together
 CHAIN, CHAINED, CHAINS = 2, 256, 4
 
-# of the backward kernel with grouped queries: tiles of keys for each multiprocessor that make shares even enough
-ITEMS = 4
 # of the backward kernel for few queries, a program of which holds them all: registers of a thread, with which four to
 # two programs share a multiprocessor, by the padded head dimension, for one tile of 64 queries, two, ...
 FEW_REGISTERS = {64: (128, 168), 128: (168,)}
@@ -289,13 +287,6 @@ def forward_config(
     if shape.columns > 128:
         return FORWARD_LARGE[shape.columns]
     return causal_rule(shape) if is_causal else full_rule(shape)
-
-
-def parts_of(group: int, items: int, multiprocessors: int) -> int:
-    """Among how many programs the backward pass parts a group's heads of queries, where tiles of keys make so many
-    items: as few as give every multiprocessor ITEMS of them, and at most one for each."""
-    divisors = [parts for parts in range(1, group + 1) if group % parts == 0]
-    return next((parts for parts in divisors if parts * items >= ITEMS * multiprocessors), group)
 
 
 def few_queries(num_queries: int, num_keys: int, d: int) -> bool:

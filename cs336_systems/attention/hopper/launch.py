@@ -24,7 +24,6 @@ from cs336_systems.attention.hopper.configs import (
     forward_config,
     full_tiles,
     padded,
-    parts_of,
     piece_of,
     rest_of,
 )
@@ -193,7 +192,7 @@ def first_backward(
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, is_causal: bool, config: None = None,
     window: int | None = None, cu_seqlens: torch.Tensor | None = None,
 ) -> Pass:  # fmt: skip
-    """Launches the three kernels of the backward pass (of grouped queries in parts four) into `dq`, `dk` and `dv`, as
+    """Launches the three kernels of the backward pass (of grouped queries four) into `dq`, `dk` and `dv`, as
     `again.backward` asks for it.
 
     dQ's last bits depend on the order of additions, which differs from run to run. `do` may be one scalar per head,
@@ -201,20 +200,16 @@ def first_backward(
     """
     batch, heads, num_queries, head_dim = q.shape
     (_, kv_heads, num_keys, _), d = k.shape, padded(head_dim)
+    heads_per_kv = heads // kv_heads
     launches, scratch, bounds, window = first_bounds(cu_seqlens, q, window)
     limit = bounds.get("bounds", window)
     wide, power = d > 128, triton.next_power_of_2(d)
     assert not wide or limit is None, "`serves` leaves these to the portable kernels"
-    # a program for few queries holds those of one head, and would not sum dK and dV of a group; it has no limits
-    few = not wide and few_queries(num_queries, num_keys, d) and kv_heads == heads and limit is None
+    few = not wide and few_queries(num_queries, num_keys, d) and limit is None  # its kernel has no limits
     multiprocessors, keys = multiprocessors_of(q.get_device()), GROUP if few or wide else KEYS
     query_tiles, key_tiles = triton.cdiv(num_queries, GROUP), triton.cdiv(num_keys, keys)
-    parts = parts_of(heads // kv_heads, batch * kv_heads * key_tiles, multiprocessors)
-    # heads as the kernel for many queries sees them, and heads of queries of each
-    of_parts, heads_per_kv = kv_heads * parts, heads // (kv_heads * parts)
-    # with a mask the other keys of a group's second head would wait for the first ones, which have more to do; with a
-    # limit not all queries see a head's first keys
-    zeroed = few or wide or limit is not None or num_queries > UNZEROED[d] or (is_causal and heads_per_kv > 1)
+    # with a limit not all queries see a head's first keys
+    zeroed = few or wide or limit is not None or num_queries > UNZEROED[d]
     as_made = o.stride(3) == 1 and logsumexp.is_contiguous() and do.dtype == q.dtype
     assert as_made, "o, logsumexp and do are what forward and autograd make"
     scale, batch_heads = head_dim**-0.5, batch * heads
@@ -232,10 +227,10 @@ def first_backward(
         (batch, heads, GROUP, power) if one_number else None,
     )
     more = workspace.scratch
-    if parts > 1:
-        more += (((batch, of_parts, num_keys, head_dim), q.dtype),) * 2
-    buffer, *dk_dv_parts = again.empty(more, q.device)
-    dk_made, dv_made = dk_dv_parts or (dk, dv)
+    if heads_per_kv > 1:  # dK and dV of each head of queries
+        more += (((batch, heads, num_keys, head_dim), q.dtype),) * 2
+    buffer, *parts = again.empty(more, q.device)
+    dk_made, dv_made = parts or (dk, dv)
     stats, dq_sum, counters, do_tile = workspace.tensors(buffer, q.dtype)
     do_tile = do if do_tile is None else do_tile
     arguments = dict(o_ptr=o, do_ptr=do, l_ptr=logsumexp, stats_ptr=stats, dq_ptr=dq_sum, tile_ptr=do_tile,
@@ -259,7 +254,7 @@ def first_backward(
         *sums, descriptor(stats, 1, GROUP, swizzled=False),
     )  # fmt: skip
     # a launch with launch_pdl does not wait for the end of the kernel before: the kernel does
-    kernel, programs, options = few_queries_kernel, key_tiles * batch * of_parts, {"launch_pdl": True}
+    kernel, programs, options = few_queries_kernel, key_tiles * batch_heads, {"launch_pdl": True}
     if few:
         options["maxnreg"] = FEW_REGISTERS[d][query_tiles - 1]
     elif wide:
@@ -267,13 +262,13 @@ def first_backward(
     else:
         kernel, programs = backward_keys_kernel, min(programs, multiprocessors)
     # the more heads in a section, the longer ago its heads' first keys began when the others wait for them
-    section = section_of(batch * of_parts, 8 * num_queries * d * heads_per_kv, exact=not zeroed and d == 64)
+    section = section_of(batch_heads, 8 * num_queries * d, exact=not zeroed and d == 64)
     values = dict(
-        counters_ptr=counters, sum_ptr=dq_sum, limit=limit, heads=of_parts, batch_heads=batch * of_parts,
-        section=section, key_tiles=key_tiles, query_tiles=query_tiles, num_queries=num_queries, num_keys=num_keys,
+        counters_ptr=counters, sum_ptr=dq_sum, limit=limit, heads=heads, batch_heads=batch_heads, section=section,
+        key_tiles=key_tiles, query_tiles=query_tiles, num_queries=num_queries, num_keys=num_keys,
         scale_log2=scale * LOG2_E, scale=scale, IS_CAUSAL=is_causal, TILES=query_tiles, D=d,
         COLUMNS=columns_of(head_dim), DO_STEP=0 if one_number else 1, REST=rest, ZEROED=zeroed,
-        HEADS_PER_KV=heads_per_kv, PARTS=parts, num_warps=4,
+        HEADS_PER_KV=heads_per_kv, num_warps=4,
     )  # fmt: skip
     arguments = {name: values[name] for name in kernel.arg_names[len(descriptors) :]}
     main = first_launch(
@@ -287,12 +282,17 @@ def first_backward(
     programs = triton.cdiv(num_queries, _ROWS) * batch_heads
     finish = first_launch(finish_kernel, (programs, 1, 1), (), 2, arguments, num_warps=warps, launch_pdl=True)
     launches += [prepare, main, finish]
-    if parts > 1:
+    if parts:
         arguments = dict(dk_parts_ptr=dk_made, dv_parts_ptr=dv_made, dk_ptr=dk, dv_ptr=dv)
         arguments |= strides("dk", dk) | strides("dv", dv)
         del arguments["stride_dk_col"], arguments["stride_dv_col"]  # 1
         arguments |= dict(
-            heads=kv_heads, num_keys=num_keys, HEAD_DIM=head_dim, D=power, ROWS=_ROWS, PARTS=parts
+            heads=kv_heads,
+            num_keys=num_keys,
+            HEAD_DIM=head_dim,
+            D=power,
+            ROWS=_ROWS,
+            HEADS_PER_KV=heads_per_kv,
         )
         grid = (triton.cdiv(num_keys, _ROWS) * batch * kv_heads, 2, 1)
         launches.append(first_launch(sum_kernel, grid, (), 4, arguments))
