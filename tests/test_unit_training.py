@@ -159,6 +159,15 @@ def losses_on_a_gpu(rank, variants):
     return found
 
 
+def test_buckets_too_small_for_torchs_compiler_are_refused():
+    told = {"parallel__wrapper": "torch", "run__compile": "whole", "parallel__bucket_mb": 0.5}
+    config.for_ranks(made("unused", **told), 1)
+    with pytest.raises(
+        ValueError, match=r"bucket_mb=0\.5 with .*'torch' and run\.compile='whole'; it must be 1"
+    ):
+        config.for_ranks(made("unused", **told), 2)
+
+
 @pytest.mark.gpu
 def test_steps_replayed_as_cuda_graphs_learn_the_same():
     off, whole, graphs = losses_on_a_gpu(None, [{"run__compile": how} for how in ("off", "whole", "graphs")])
@@ -169,9 +178,11 @@ def test_steps_replayed_as_cuda_graphs_learn_the_same():
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_ranks_that_replay_cuda_graphs_learn_the_same():
-    kinds = [{"parallel__wrapper": wrapper} for wrapper in WRAPPERS[:-1]]
+    kinds = [
+        {"parallel__wrapper": w, "parallel__bucket_mb": 1 if w == "torch" else 0.002} for w in WRAPPERS[:-1]
+    ]
     kinds.append({"optimizer__sharded": True})
-    variants = [{}] + [kind | {"run__compile": "graphs", "parallel__bucket_mb": 0.002} for kind in kinds]
+    variants = [{}] + [kind | {"run__compile": "graphs"} for kind in kinds]
     for off, *graphs in launch(f"{__name__}:losses_on_a_gpu", 2, {"variants": variants}):
         for kind, losses in zip(kinds, graphs, strict=True):
             torch.testing.assert_close(
