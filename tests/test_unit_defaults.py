@@ -36,9 +36,24 @@ def test_a_gpu_gets_what_fits_it(monkeypatch, machine, ranks):
     assert chosen.batch.sequences * chosen.model.context_length == defaults.STEP_TOKENS
     needed = forecast.memory_bytes(chosen, machine.dtype, "cuda", ranks)
     assert needed <= defaults.USABLE * machine.gib * 2**30
-    assert chosen.run.compile == ("whole" if machine.dtype == "bf16" else "blocks")
+    assert chosen.run.compile == (
+        "blocks" if machine.dtype == "fp16" else "whole" if ranks == 1 else "graphs"
+    )
     assert not chosen.optimizer.sharded
     assert chosen.model.context_length == (2048 if machine is H200 else 1024)
+
+
+def test_graphs_are_left_where_parts_or_memory_do_not_let_them():
+    """Of several GPUs; elsewhere the model is compiled whole."""
+    chosen = made(H200, parallel__nproc=2)
+    assert chosen.run.compile == "graphs"
+    needed = forecast.memory_bytes(chosen, "bf16", "cuda", 2) / defaults.USABLE / 2**30
+    nearly_full = Machine(1.1 * needed, "bf16", 989.0, 2)
+    for machine, told in (
+        (H200, {"batch__accumulate": 2}), (H200, {"batch__sequences": 64}), (nearly_full, {}),
+        (H200, {"run__compile": "whole"}),
+    ):  # fmt: skip
+        assert made(machine, parallel__nproc=2, **told).run.compile == "whole", (machine, told)
 
 
 def test_there_is_text_for_one_epoch():

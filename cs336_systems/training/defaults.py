@@ -4,8 +4,8 @@ without a configuration and for `cs336 speedrun`.
     config = settled({"model.size": "medium"}, print)           # what is told always wins
 
 A CPU takes the configuration's own defaults. A GPU trains `small` for MINUTES, at the longest context of CONTEXTS of
-which its memory holds a sequence, on STEP_TOKENS a step, compiled. Either learns from as much text as its time can read
-once.
+which its memory holds a sequence, on STEP_TOKENS a step, compiled; several GPUs replay CUDA graphs. Either learns from
+as much text as its time can read once.
 
 Why a long context: the text is cut into windows anywhere, and what came before its window no model can know. That
 costs some nats a window, so fewer a token the longer it is. At 2,048 tokens the default ends within a hundredth of a
@@ -121,6 +121,9 @@ def _on_gpus(asked: TrainingConfig, machine: Machine, told: Mapping[str, Any]) -
         parts = asked.batch.accumulate if "batch.accumulate" in told else parts
         choice |= {"model.context_length": context, "batch.accumulate": parts}
         choice["batch.sequences"] = at_once * ranks * parts
+        # a rank's kernels take less time than the host to launch them; graphs keep their memory to themselves
+        if choice["run.compile"] == "whole" and ranks > 1 == parts and 2 * at_once <= fits:
+            choice["run.compile"] = "graphs"
     return choice
 
 
