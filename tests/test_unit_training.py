@@ -159,13 +159,17 @@ def losses_on_a_gpu(rank, variants):
     return found
 
 
-def test_buckets_too_small_for_torchs_compiler_are_refused():
-    told = {"parallel__wrapper": "torch", "run__compile": "whole", "parallel__bucket_mb": 0.5}
-    config.for_ranks(made("unused", **told), 1)
+@pytest.mark.parametrize("how", config.COMPILE)
+def test_buckets_too_small_for_torchs_compiler_are_refused(how):
+    asked = made("unused", parallel__wrapper="torch", run__compile=how, parallel__bucket_mb=0.5)
+    config.for_ranks(asked, 1)
+    if how == "off":
+        assert config.for_ranks(asked, 2) == 4
+        return
     with pytest.raises(
-        ValueError, match=r"bucket_mb=0\.5 with .*'torch' and run\.compile='whole'; it must be 1"
+        ValueError, match=rf"bucket_mb=0\.5 with .*'torch' and run\.compile='{how}'; it must be 1"
     ):
-        config.for_ranks(made("unused", **told), 2)
+        config.for_ranks(asked, 2)
 
 
 @pytest.mark.gpu

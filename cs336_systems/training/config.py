@@ -364,8 +364,8 @@ def for_ranks(config: TrainingConfig, world_size: int) -> int:
             _goes_with(config, "parallel.wrapper", "run.compile", *COMPILE[:3])
             _goes_with(config, "parallel.wrapper", "run.recompute", *RECOMPUTE[:2])
     mb, how = config.parallel.bucket_mb, config.run.compile
-    # the first bucket that torch's compiler makes holds 1 MB
-    if world_size > 1 and config.parallel.wrapper == "torch" and how in COMPILE[3:] and mb < 1:
+    # the first bucket that torch's compiler makes, whatever it compiles, holds 1 MB
+    if world_size > 1 and config.parallel.wrapper == "torch" and how != "off" and mb < 1:
         raise ValueError(
             f"parallel.bucket_mb={mb} with parallel.wrapper='torch' and run.compile={how!r}; it must be 1 or more"
         )
