@@ -56,6 +56,19 @@ def test_graphs_are_left_where_parts_or_memory_do_not_let_them():
         assert made(machine, parallel__nproc=2, **told).run.compile == "whole", (machine, told)
 
 
+def test_what_is_chosen_goes_with_what_is_told():
+    """One flag alone never makes the others contradict each other."""
+    small = Machine(5.0, "bf16", 65.0, 2)  # a step comes in parts
+    for machine, ranks in itertools.product((H200, T4, small), (1, 2)):
+        for again, how in (("blocks", "blocks"), ("selective", "off")):
+            assert made(machine, run__recompute=again, parallel__nproc=ranks).run.compile == how
+        graphs = made(machine, run__compile="graphs", parallel__nproc=ranks)
+        assert graphs.run.compile == "graphs" and graphs.batch.accumulate == 1
+        needed = forecast.memory_bytes(graphs, machine.dtype, "cuda", ranks)
+        assert needed <= defaults.USABLE * machine.gib * 2**30
+    assert made(small).batch.accumulate > 1
+
+
 def test_there_is_text_for_one_epoch():
     """At the throughput that an H100 has reached with this model, and on twice as many GPUs."""
     for ranks in (1, 2):

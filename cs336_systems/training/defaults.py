@@ -109,6 +109,9 @@ def _on_gpus(asked: TrainingConfig, machine: Machine, told: Mapping[str, Any]) -
     dtype = machine.dtype if asked.run.dtype == "auto" else asked.run.dtype
     # weights are gathered outside of compiled code; of GPUs without bf16, blocks alone were tried long enough
     choice["run.compile"] = "whole" if dtype == "bf16" and not shards else "blocks"
+    # what is computed again is at most compiled by blocks, and a plan measures plain operations
+    ways = {"blocks": "blocks", "selective": "off"}
+    choice["run.compile"] = ways.get(asked.run.recompute, choice["run.compile"])
     if ranks > 1 and not shards:  # it costs time: where otherwise not one short sequence fits
         short = {**choice, "model.context_length": CONTEXTS[-1], **told}
         choice["optimizer.sharded"] = not most_sequences(short, machine.gib, dtype, ranks)
@@ -118,7 +121,8 @@ def _on_gpus(asked: TrainingConfig, machine: Machine, told: Mapping[str, Any]) -
         context, fits = _longest(machine, dtype, ranks, {**choice, **told})
         at_once = min(fits, max(1, STEP_TOKENS // (ranks * context)))
         parts = max(1, STEP_TOKENS // (at_once * ranks * context))
-        parts = asked.batch.accumulate if "batch.accumulate" in told else parts
+        if "batch.accumulate" in told or asked.run.compile == "graphs":  # of graphs a step replays one part
+            parts = asked.batch.accumulate
         choice |= {"model.context_length": context, "batch.accumulate": parts}
         choice["batch.sequences"] = at_once * ranks * parts
         # a rank's kernels take less time than the host to launch them; graphs keep their memory to themselves
