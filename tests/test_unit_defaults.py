@@ -120,7 +120,7 @@ def test_a_model_that_does_not_fit_is_named_with_those_that_do():
 
 
 def test_the_choice_is_told_in_three_lines_and_a_file_has_none(monkeypatch, tmp_path):
-    monkeypatch.setattr(defaults, "here", lambda device: Machine() if device == "cpu" else T4)
+    monkeypatch.setattr(defaults, "here", lambda device, ranks: Machine() if device == "cpu" else T4)
     said = []
     assert defaults.settled({}, said.append).model.size == "small" and len(said) == 3
     assert defaults.settled({"run.device": "cpu"}, said.append) == made(Machine(), run__device="cpu")
@@ -129,6 +129,19 @@ def test_the_choice_is_told_in_three_lines_and_a_file_has_none(monkeypatch, tmp_
         app, ["train", "--config", str(tmp_path / "a.toml"), "--device", "cpu", "--dry-run"]
     )
     assert done.exit_code == 0 and said[-1] not in done.stdout and '"size": "mini"' in done.stdout
+
+
+def test_ranks_without_a_gpu_each_get_what_fits_a_cpu(monkeypatch):
+    """There they train, unless a GPU is asked for."""
+    monkeypatch.setattr(defaults, "gpu_names", lambda: ["one"])
+    said = []
+    for told in ({"parallel.nproc": 2}, {"run.device": "cpu"}):
+        assert defaults.settled(told, said.append).model.size == "mini"
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert defaults.settled({}, said.append).model.size == "mini"
+    assert all("the CPU" in line for line in said[::3])
 
 
 def test_a_run_that_goes_on_keeps_its_own(tmp_path, monkeypatch):
@@ -141,7 +154,7 @@ def test_a_run_that_goes_on_keeps_its_own(tmp_path, monkeypatch):
     train = lambda out, *words: CliRunner().invoke(app, ["train", "--out", str(out), *map(str, words)])
     assert train(tmp_path / "a", *flags).exit_code == 0
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    monkeypatch.setattr(defaults, "here", lambda device: T4)  # would choose another model
+    monkeypatch.setattr(defaults, "here", lambda device, ranks: T4)  # would choose another model
     on = train(tmp_path / "a", "--resume", "auto", "--steps", 4)
     assert on.exit_code == 0 and "going on from" in on.stdout, on.output
     made = config.load(tmp_path / "a" / "config.json")

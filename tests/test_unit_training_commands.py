@@ -121,6 +121,13 @@ def test_every_key_is_listed():
 
 
 # ------------------------------------------------------------------------------------------------ before the first step
+def test_cuda_graphs_on_a_cpu_are_refused_before_there_is_a_folder(tmp_path):
+    told = ("train", "--out", tmp_path / "run", "--device", "cpu", "--compile", "graphs")
+    for more in ((), ("--nproc", 2), ("--dry-run",)):
+        refused(call(*told, *more), "run.compile='graphs' on a CPU; allowed: off, attention, blocks, whole")
+    assert not (tmp_path / "run").exists()
+
+
 def test_several_ranks_need_a_wrapper(tmp_path, monkeypatch):
     told = ("train", "--out", tmp_path / "run", "--nproc", 2, "--wrapper", "none", "--device", "cpu")
     for more in ((), ("--dry-run",)):

@@ -22,7 +22,7 @@ from typing import Any
 from cs336_systems.accounting import model_flops, num_parameters, peaks
 from cs336_systems.store.machine import cpu_cores, gpu_names
 from cs336_systems.training.config import LENGTHS, MODEL_SIZES, TrainingConfig, load
-from cs336_systems.training.forecast import memory_bytes, ranks_of
+from cs336_systems.training.forecast import local_ranks, memory_bytes, ranks_of
 
 CONTEXTS = (2048, 1024, 512, 256, 128)  # the first one with bf16 alone: slower GPUs were not tried there
 STEP_TOKENS = 2**15  # of all GPUs together
@@ -47,10 +47,10 @@ class Machine:
     gpus: int = 0
 
 
-def here(device: str = "auto") -> Machine:
-    """This machine, or its CPU."""
+def here(device: str = "auto", ranks: int = 1) -> Machine:
+    """This machine, or its CPU: where so many ranks train, as `launch.group.backend_and_device` has it."""
     names = gpu_names() if device != "cpu" else []
-    if not names:
+    if not names or (device == "auto" and ranks > len(names)):
         return Machine(tflops=_CORE_TFLOPS * cpu_cores())
     import torch
 
@@ -71,7 +71,7 @@ def settled(told: Mapping[str, Any], say: Callable[[str], None]) -> TrainingConf
         if any(f"schedule.{name}" in told for name in LENGTHS):  # another length takes its place
             own["schedule"] = {key: value for key, value in own["schedule"].items() if key not in LENGTHS}
         return load(None, {**own, **told})
-    machine = here(asked.run.device)
+    machine = here(asked.run.device, local_ranks(ranks_of(asked)))
     config = load(None, chosen(machine, told))
     for line in about(config, machine):
         say(line)

@@ -24,6 +24,11 @@ def ranks_of(config: TrainingConfig) -> int:
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else config.parallel.nproc
 
 
+def local_ranks(world_size: int) -> int:
+    """Those of so many ranks that are on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) if "RANK" in os.environ else world_size
+
+
 def memory_bytes(config: TrainingConfig, dtype: str, device: str, world_size: int) -> int:
     """Tensors alive at the peak of a step on one rank (`accounting.memory`), for the model run eagerly.
 
@@ -52,22 +57,23 @@ def memory_bytes(config: TrainingConfig, dtype: str, device: str, world_size: in
 
 
 def check_fits(config: TrainingConfig, world_size: int, vocab_size: int = 257) -> None:
-    """Refuses, as a ValueError, what `for_ranks`, `check_trackers` and `modes.device_of` do, attention that is not
-    there, and what finds no room on a CPU: `memory_bytes` of all ranks here, with so many tokens in the vocabulary. (A
-    GPU says so itself.)"""
+    """Refuses, as a ValueError, what `for_ranks`, `check_trackers`, `modes.device_of` and `modes.check_compile` do,
+    attention that is not there, and what finds no room on a CPU: `memory_bytes` of all ranks here, with so many tokens
+    in the vocabulary. (A GPU says so itself.)"""
     from cs336_systems.training import modes
 
     for_ranks(config, world_size)
     check_trackers(config.logging)
     device = modes.device_of(config.run.device)
+    modes.check_compile(config.run.compile, device)
     if (name := config.model.attention) != "auto" and (reason := availability()[name]):
         raise ValueError(f"model.attention={name!r} is unavailable: {reason}")
     if device != "cpu" or (free := free_memory_bytes("cpu")) is None:
         return
     # not by `load`: a tokenizer that was given may have fewer tokens than one that is trained
     config = replace(config, tokenizer=replace(config.tokenizer, vocab_size=vocab_size))
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) if "RANK" in os.environ else world_size
-    needed = ranks * memory_bytes(config, modes.dtype_of(config.run.dtype, device), device, world_size)
+    dtype = modes.dtype_of(config.run.dtype, device)
+    needed = local_ranks(world_size) * memory_bytes(config, dtype, device, world_size)
     if needed > free:
         raise ValueError(
             f"model.size={config.model.size!r} and batch.sequences={config.batch.sequences} need "

@@ -48,6 +48,12 @@ def dtype_of(asked: str, device: str) -> str:
     return "bf16" if torch.cuda.get_device_capability(device)[0] >= 8 else "fp16"
 
 
+def check_compile(how: str, device: str) -> None:
+    """ValueError for CUDA graphs on a CPU."""
+    if how == "graphs" and device == "cpu":
+        raise ValueError(f"run.compile='graphs' on a CPU; allowed: {', '.join(COMPILE[:-1])}")
+
+
 def settle(dtype: str, deterministic: bool) -> None:
     """What is global to a process: the precision of fp32 matmuls, and torch's flag for determinism."""
     torch.set_float32_matmul_precision("highest" if dtype == "fp32" else "high")
@@ -70,8 +76,7 @@ def wrap(module: WithLoss, run: Run, parallel: Parallel, world_size: int, dtype:
     ValueError for CUDA graphs on a CPU.
     """
     graphs = run.compile == "graphs"
-    if graphs and next(module.parameters()).device.type != "cuda":
-        raise ValueError(f"run.compile='graphs' on a CPU; allowed: {', '.join(COMPILE[:-1])}")
+    check_compile(run.compile, next(module.parameters()).device.type)
     if run.compile in ("attention", "blocks"):
         for layer in module.model.layers:
             (layer if run.compile == "blocks" else layer.attn).compile()
