@@ -3,8 +3,9 @@ from those of each head. In Triton's own language. They are kernels of their own
 kernel needs the statistics, and a sum is complete, to be rounded to 16 bits, when all its programs have ended.
 
 The first two go from the last head to the first, and the backward kernel from the first to the last, so that each
-begins with what the one before has just written, which the L2 cache still holds. By programmatic dependent launch the second and
-the third begin where programs of the one before have ended, and wait for its last ones before they read anything.
+begins with what the one before has just written, which the L2 cache still holds. By programmatic dependent launch the
+second and the third begin where programs of the one before have ended, and wait for its last ones before they read
+anything.
 """
 
 from __future__ import annotations

@@ -139,7 +139,8 @@ def first_call(case: dict[str, Any]) -> dict[str, Any]:
             metrics["kernels"] = " ".join(peers.own_kernels(lambda: both(which.seq_len)))
         if device == "cuda":
             q, k, v, _ = drawn(SHORT)
-            impl = peers.build(which.impl, which.is_causal, device, SHORT)  # a mask made beforehand has a length
+            # A mask that FlexAttention makes beforehand is of one length.
+            impl = peers.build(which.impl, which.is_causal, device, SHORT)
             metrics["host_us"] = _host_us(lambda: impl.apply(q, k, v))
             if which.impl in IN_TRITON:
                 from cs336_systems.attention.triton import again
