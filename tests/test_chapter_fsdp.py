@@ -7,10 +7,12 @@ import math
 
 import pytest
 
+from cs336_systems import chapters
 from cs336_systems.accounting import fsdp as closed
 from cs336_systems.accounting.memory import memory_moments
 from cs336_systems.chapters.fsdp import measure as fsdp
 from cs336_systems.chapters.fsdp import ranks as on_ranks
+from cs336_systems.chapters.fsdp import show
 from cs336_systems.chapters.fsdp.measure import Case
 from cs336_systems.launch.start import LaunchError
 from cs336_systems.measure.trace import overlap
@@ -63,6 +65,11 @@ def test_smoke_agrees_with_the_closed_forms(results_root):
         assert len(overlap.from_json(fsdp.trace_path(case, machine.machine_name(), results_root))) == 2
     ours = next(row for row in found if row["kind"] == "trace" and row["wrapper"] == "fsdp")
     assert ours["forward_gathers"] == 4  # the embedding, two blocks, the head
+    chapter = chapters.read("fsdp", machine=machine.machine_name(), preset="smoke", root=results_root)
+    drawn = show.drawn(chapter, TINY.context_length, "fsdp")
+    assert (
+        len(drawn) == 2 and (drawn["exposed_ms"] > 0).all() and (drawn["exposed_ms"] < drawn["step_ms"]).all()
+    )
 
 
 def test_exposed_is_what_runs_alone_by_the_phase_in_which_it_does():

@@ -14,7 +14,7 @@ from cs336_systems import chapters
 from cs336_systems.chapters.ddp import accounting as closed
 from cs336_systems.chapters.ddp.measure import ALONE, PHASES, overlap_path
 from cs336_systems.chapters.shared.rows import looked_up
-from cs336_systems.chapters.shared.timelines import COLORS, timelines_figure
+from cs336_systems.chapters.shared.timelines import COLORS, kept, timelines_figure
 from cs336_systems.report import Chapter, figures
 from cs336_systems.report.tables import chosen, in_order, pivot
 from cs336_systems.sizes import size
@@ -216,4 +216,4 @@ def sweep_figure(steps: pd.DataFrame, model: closed.Buckets | None) -> Figure:
 def trace_figure(chapter: Chapter, wrappers: Sequence[str]) -> Figure:
     """One step of each of these variants on one scale of time: for each rank what computes, by phases, and NCCL's
     kernels; of the first machine that has the traces."""
-    return timelines_figure(chapter, overlap_path, NAMES, wrapper=list(wrappers))
+    return timelines_figure(kept(chapter, overlap_path, wrapper=list(wrappers)), NAMES)

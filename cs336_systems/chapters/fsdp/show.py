@@ -14,7 +14,7 @@ from cs336_systems import accounting
 from cs336_systems.accounting import fsdp as closed
 from cs336_systems.chapters.fsdp.measure import HELD, WRAPPERS, trace_path
 from cs336_systems.chapters.shared.rows import looked_up
-from cs336_systems.chapters.shared.timelines import timelines_figure
+from cs336_systems.chapters.shared.timelines import kept, timelines_figure
 from cs336_systems.report import Chapter
 from cs336_systems.report.tables import chosen, in_order, pivot
 from cs336_systems.sizes import size
@@ -142,4 +142,13 @@ def everything(steps: pd.DataFrame) -> pd.DataFrame:
 # ------------------------------------------------------------------------------------------------ figures
 def trace_figure(chapter: Chapter, context: int) -> Figure:
     """One step of each traced wrapper at a context, of the first machine that has the traces."""
-    return timelines_figure(chapter, trace_path, NAMES, context_length=context)
+    return timelines_figure(kept(chapter, trace_path, context_length=context), NAMES)
+
+
+def drawn(chapter: Chapter, context: int, wrapper: str) -> pd.DataFrame:
+    """A line for each rank in that figure: its step, and the communication in it during which nothing else ran."""
+    ranks = kept(chapter, trace_path, context_length=context).get(wrapper, [])
+    return pd.DataFrame({
+        "step_ms": [step.length_ms for step in ranks],
+        "exposed_ms": [step.communication_ms - step.overlap_ms for step in ranks],
+    })  # fmt: skip

@@ -16,24 +16,29 @@ from cs336_systems.report import Chapter, figures
 COLORS = {"forward": "#9fd0ee", "backward": "#0072B2", "optimizer": "#8c6d31", "communication": "#D55E00"}
 
 
-def timelines_figure(
-    chapter: Chapter, path_of: Callable[[Any, str, Path], Path], names: Mapping[str, str], **where: Any
-) -> Figure:
-    """A panel for each wrapper, called by its name, whose traced rows are chosen and whose file is there (`path_of`:
-    case, machine, results folder), of the first machine that has it: of one step, on every rank, the kernels by phases,
-    and NCCL's."""
+def kept(
+    chapter: Chapter, path_of: Callable[[Any, str, Path], Path], **where: Any
+) -> dict[str, list[overlap.Overlap]]:
+    """Wrapper → a step of every rank, of the traced rows that are chosen and whose file is there (`path_of`: case,
+    machine, results folder), of the first machine that has it."""
     found: dict[str, list[overlap.Overlap]] = {}
     for row in chapter.measured(kind="trace", **where).to_dict("records"):
         path = path_of(case_of(chapter.experiment, row), row["machine"], chapter.root)
         if path.is_file():
-            found.setdefault(names[row["wrapper"]], overlap.from_json(path))
+            found.setdefault(row["wrapper"], overlap.from_json(path))
+    return found
+
+
+def timelines_figure(found: Mapping[str, list[overlap.Overlap]], names: Mapping[str, str]) -> Figure:
+    """A panel for each wrapper, called by its name, of what `kept` finds: on every rank the kernels by phases, and
+    NCCL's."""
     figure, axes = figures.panels(rows=max(1, len(found)), height=1.25, sharex=True)
     if not found:
         figures.nothing(axes[0, 0])
-    for ax, (title, ranks) in zip(axes[:, 0], found.items(), strict=False):
-        ax.set_title(title)
-        names = [f"rank {n}: {what}" for n in range(len(ranks)) for what in ("kernels", "NCCL")]
-        ax.set_yticks([2.3 * n + lane for n in range(len(ranks)) for lane in (0, 1)], names, fontsize=8)
+    for ax, (wrapper, ranks) in zip(axes[:, 0], found.items(), strict=False):
+        ax.set_title(names[wrapper])
+        lanes = [f"rank {n}: {what}" for n in range(len(ranks)) for what in ("kernels", "NCCL")]
+        ax.set_yticks([2.3 * n + lane for n in range(len(ranks)) for lane in (0, 1)], lanes, fontsize=8)
         for n, step in enumerate(ranks):
             bars = [("communication", 2.3 * n + 1, step.communication)]
             for name, begin, length in step.phases:
