@@ -1,5 +1,6 @@
 """Sources of text: documents, limits, what is held out; the stage is taken by content, and whole or not there."""
 
+import codecs
 import hashlib
 import http.server
 import itertools
@@ -120,6 +121,16 @@ def test_documents_of_lines_of_json(tmp_path, rng):
         source.write_text(f"{lines[0]}\n\n{line}\n")
         with pytest.raises(ValueError, match=r"source.jsonl, line 3: no JSON object with a text 'text'"):
             prepare(tmp_path / "d", source=str(source))
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    source, mark = tmp_path / "source", codecs.BOM_UTF8
+    source.mkdir()
+    (source / "a.txt").write_bytes(mark + f"one\n{MARK}\ntwo".encode())
+    (source / "b.txt").write_bytes(mark + b" \r\n")
+    (source / "c.jsonl").write_bytes(mark + b'{"text": "three"}\r\n')
+    (train, valid), _ = prepare(tmp_path / "out", source=str(source), train_mb=0)
+    assert sorted(train + valid) == ["one", "three", "two"]
 
 
 def test_what_is_held_out_is_drawn_by_the_seed(tmp_path):

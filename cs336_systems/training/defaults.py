@@ -178,7 +178,8 @@ def about(config: TrainingConfig, machine: Machine) -> Iterator[str]:
         f"{batch.sequences} sequences of {sizes.context_length} tokens a step{parts}"
     )
     kind, length = config.schedule.length
-    text = f"{config.text.train_mb:g} MB of " * (config.text.train_mb > 0) + config.text.source
+    most = "" if config.text.source in ("stories", "random") else "at most "  # these are as long as is asked
+    text = f"{most}{config.text.train_mb:g} MB of " * (config.text.train_mb > 0) + config.text.source
     rate = f"learning rate {config.optimizer.learning_rate:g}"
     yield f"for {length:g} {kind} on {text}, {rate}, compiled: {config.run.compile}"
     yield (

@@ -2,7 +2,8 @@
 
 In ours each document is ended by `END`: the line `<|endoftext|>`, with the line break before it. No document holds that
 mark, so a file can be split at `END`. In other files a document ends at a `<|endoftext|>`, which takes a line break on
-either side with it, or where the file ends; in a .jsonl file also with its line, of which one field is taken.
+either side with it, or where the file ends; in a .jsonl file also with its line, of which one field is taken. A byte
+order mark in front, as editors of Windows write it, is no text.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def opened(path: Path) -> mmap.mmap:
 
 def found(data: mmap.mmap | bytes) -> Iterator[Document]:
     """The documents of a text; those of white space are left out."""
-    start, view = 0, memoryview(data)
+    start, view = len(codecs.BOM_UTF8) * (data[:3] == codecs.BOM_UTF8), memoryview(data)
     while start < len(data):
         mark, end, after = data.find(_MARK, start), len(data), len(data)
         if mark >= 0:
