@@ -422,7 +422,9 @@ def test_ready_tokens_that_are_none_are_refused_by_name(tmp_path):
         with pytest.raises(ValueError, match=why):
             take(tmp_path, told, stored=stored, vocab_size=300)
     with pytest.raises(ValueError, match=r"train.bin holds no array of int32 ids"):
-        take(tmp_path, [1, 2, 3], kind="bin", dtype="int32")
+        take(tmp_path, [3, 2, 1], kind="bin", dtype="int32")
+    with pytest.raises(ValueError, match=r"holds valid.npy, which text.source=.* has, too"):
+        take(tmp_path, [1, 2, 3])
     np.save(tmp_path / "train.npy", np.array([{}], object))
     for source, valid in (("train.npy", "valid.npy"), ("train.npy", ""), ("none.npy", "valid.npy")):
         keys = {"text.source": str(tmp_path / source), "text.valid": valid and str(tmp_path / valid)}

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,11 +166,7 @@ def _files(config: Text) -> _Source:
     if config.valid:
         found["valid"] = _found("text.valid", config.valid)
         learned = {sha256 for _, _, sha256 in found["source"]}
-        if both := [name for name, _, sha256 in found["valid"] if sha256 in learned]:
-            raise ValueError(
-                f"text.valid={config.valid!r} holds {both[0]}, which text.source={config.source!r} has, too: what is "
-                "held out must not be learned from"
-            )
+        _hold_out(config, [name for name, _, sha256 in found["valid"] if sha256 in learned])
     inputs = {key: [[name, sha256] for name, _, sha256 in some] for key, some in found.items()}
 
     def write(new: Path) -> dict[str, dict[str, Any]]:
@@ -180,6 +176,15 @@ def _files(config: Text) -> _Source:
         return _copied(config, corpora, new)
 
     return inputs | {"field": config.field}, write
+
+
+def _hold_out(config: Text, both: Sequence[str]) -> None:
+    """ValueError for files, by name, that are to be learned from and held out."""
+    if both:
+        raise ValueError(
+            f"text.valid={config.valid!r} holds {both[0]}, which text.source={config.source!r} has, too: what is held "
+            "out must not be learned from"
+        )
 
 
 def _copied(
@@ -223,4 +228,6 @@ def _ready(config: Text) -> list[Split]:
             )
         size = min(path.stat().st_size, mb * _MB or float("inf"))
         splits.append(Split(path, 0, int(size), outputs.sha256(path)))
+    train, valid = splits
+    _hold_out(config, [valid.path.name] * (train.sha256 == valid.sha256))
     return splits
