@@ -159,6 +159,15 @@ def test_a_run_that_goes_on_keeps_its_own(tmp_path, monkeypatch):
     assert on.exit_code == 0 and "going on from" in on.stdout, on.output
     made = config.load(tmp_path / "a" / "config.json")
     assert made.schedule.length == ("steps", 4) and made.optimizer.learning_rate == 0.02
+    on = train(tmp_path / "a", "--resume", "auto", "--steps", 6, "--resume-changed", "--learning-rate", 0.01)
+    assert on.exit_code == 0, on.output
+    last = tmp_path / "a" / "checkpoints" / "step-00000006"
+    for words in (
+        ["a", "--resume", "auto"],
+        ["e", "--resume", last],
+    ):  # what was allowed once is not for good
+        refused = train(tmp_path / words[0], *words[1:], "--steps", 8, "--set", "batch.seed=1")
+        assert refused.exit_code == 2 and "batch.seed=0, now 1" in refused.stderr, refused.output
     [first] = (tmp_path / "b" / "checkpoints").glob("step-*")
     assert train(tmp_path / "c", "--resume", first, "--tokens", 3 * 4 * 32).exit_code == 0
     assert config.load(tmp_path / "c" / "config.json").schedule.length == ("tokens", 384)

@@ -79,16 +79,24 @@ def settled(told: Mapping[str, Any], say: Callable[[str], None]) -> TrainingConf
 
 
 def _own(asked: TrainingConfig) -> dict[str, Any]:
-    """The settings of the run that is to go on; none where it is to begin."""
+    """The settings of the run that is to go on; none where it is to begin. Not its `checkpoints.resume_changed`: that
+    allows one command to change a run, not all that follow."""
     if asked.checkpoints.resume == "no":
         return {}
     if asked.checkpoints.resume == "auto":
         file = Path(asked.out) / "config.json"
-        return load(file).to_dict() if file.is_file() else {}
-    from cs336_systems.training import checkpoints
+        found = load(file) if file.is_file() else None
+    else:
+        from cs336_systems.training import checkpoints
 
-    place = Path(asked.checkpoints.resume)
-    return checkpoints.told(place)["config"] if (place / "checkpoint.json").is_file() else {}
+        place = Path(asked.checkpoints.resume)
+        there = (place / "checkpoint.json").is_file()
+        found = checkpoints.config_of(place, checkpoints.told(place)) if there else None
+    if found is None:
+        return {}
+    own = found.to_dict()
+    del own["checkpoints"]["resume_changed"]
+    return own
 
 
 def chosen(machine: Machine, told: Mapping[str, Any]) -> dict[str, Any]:
