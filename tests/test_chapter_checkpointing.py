@@ -185,7 +185,7 @@ def test_residuals_are_shares_of_all_that_a_block_saves():
          "backward_bytes_each": "-2500000000 -2600000000 -2600000000"},
         {"strategy": "none", "num_layers": 8, "kept": "other:1x1", "repeat": 1},
     )  # fmt: skip
-    found = page.residuals(rows, 2048, most=2)
+    found = page.residuals(rows, 2048).head(2)
     assert found["operation"].tolist() == ["`softmax`", "`mul`"] and found["MiB"].tolist() == [2048, 640]
     assert found["shape"].tolist() == ["(B, H, S, S)", "(B, S, F)"]
     assert found["share"].sum() == pytest.approx(1, abs=1e-4) and page.residuals(rows, 128).empty

@@ -12,6 +12,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -140,12 +141,17 @@ def lines(
     if log_y:
         ax.set_yscale("log")
         low_y, high_y = ax.get_ylim()
-        if high_y / low_y < 100:  # few powers of ten: numbers between them
-            ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            ax.yaxis.set_minor_formatter(NullFormatter())
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: fmt(value, 1)))
+        plain_ticks(ax.yaxis, *((1, 2, 5) if high_y / low_y < 100 else ()))
     else:
         ax.set_ylim(bottom=0)
+
+
+def plain_ticks(axis: Axis, *multiples: float) -> None:
+    """Numbers instead of powers on a logarithmic axis, at these multiples of the powers of ten (if any are named)."""
+    if multiples:
+        axis.set_major_locator(LogLocator(subs=multiples))
+        axis.set_minor_formatter(NullFormatter())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: fmt(value, 1)))
 
 
 def short(number: float) -> str:

@@ -85,6 +85,17 @@ def pivot(rows: pd.DataFrame, index: Sequence[str], columns: str, value: str) ->
     return out
 
 
+def spread(rows: pd.DataFrame, index: Sequence[str], heads: Mapping[str, Any]) -> pd.DataFrame:
+    """`pivot` of several metrics side by side: column → the head of its numbers, one for all rows or one for each."""
+    sides = [rows.assign(_head=head, _value=rows[column].astype(float)) for column, head in heads.items()]
+    return pivot(pd.concat(sides, ignore_index=True), index, "_head", "_value")
+
+
+def first_machine(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the first machine among them: what a figure shows of several."""
+    return rows[rows["machine"].isin(rows["machine"].head(1))]
+
+
 def in_order(rows: pd.DataFrame, by: Sequence[str], *orders: Iterable[str]) -> pd.DataFrame:
     """The rows sorted by these columns, numbered anew; values that one of the orders names stand as there."""
     place = {name: number for names in orders for number, name in enumerate(names)}

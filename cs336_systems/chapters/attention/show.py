@@ -9,7 +9,6 @@ from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from cs336_systems import accounting
 from cs336_systems.chapters.attention.measure import BATCH, PARTS
@@ -82,16 +81,11 @@ def kernel_floors(row: Any, part: str, found: Mapping[str, Roofs]) -> pd.Series:
 
 
 # ------------------------------------------------------------------------------------------------- frames
-def passes(rows: pd.DataFrame) -> pd.DataFrame:
-    """Every row twice, once for each pass: column `pass`, and the median wall time `ms`."""
-    both = [rows.assign(**{"pass": part, "ms": rows[f"{part}_ms_p50"]}) for part in PARTS]
-    return pd.concat(both, ignore_index=True)
-
-
 def times(rows: pd.DataFrame) -> pd.DataFrame:
     """Median ms of plain attention on the whole GPU: a line for each dtype, pass and d, a column for each length."""
     chosen = rows[(rows["impl"] == PLAIN) & (rows["cap_gib"] == 0) & (rows["repeat"] == 0)]
-    long = passes(chosen).rename(columns={"head_dim": "d"})
+    both = [chosen.assign(**{"pass": part, "ms": chosen[f"{part}_ms_p50"]}) for part in PARTS]
+    long = pd.concat(both).rename(columns={"head_dim": "d"})
     long = tables.in_order(long, ["dtype", "pass", "d", "seq_len"], BYTES, PARTS)
     return tables.pivot(long, ["machine", "dtype", "pass", "d"], "seq_len", "ms")
 
@@ -204,17 +198,16 @@ def complete(rows: pd.DataFrame) -> pd.DataFrame:
 
 # ------------------------------------------------------------------------------------------------- figure
 def memory_figure(rows: pd.DataFrame, cap_gib: int) -> Figure:
-    """GiB before backward and at the peak over the length, by implementation; dashed: a GPU of `cap_gib`."""
-    rows = rows[(rows["cap_gib"] == 0) & (rows["repeat"] == 0) & (rows["status"] == "ok")]
+    """GiB before backward and at the peak over the length, by implementation; dashed: a GPU of `cap_gib`. Of the first
+    machine."""
+    rows = tables.first_machine(tables.chosen(rows, cap_gib=0, repeat=0, status="ok"))
     figure, axes = figures.panels(columns=2, height=2.4, sharey=True)
     titles = {"before_backward_gib": "in use before backward", "peak_gib": "at the peak"}
     for ax, (column, title) in zip(axes[0], titles.items(), strict=True):
         figures.lines(ax, rows, "seq_len", column, "impl", log_y=True)
         if rows[column].notna().any():
             figures.roof(ax, cap_gib, f"{cap_gib} GiB")
-            ax.yaxis.set_major_locator(LogLocator())
-            ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tables.fmt(value, 1)))
-            ax.yaxis.set_minor_formatter(NullFormatter())
+            figures.plain_ticks(ax.yaxis, 1)
         ax.set(title=title, xlabel="sequence length n")
     axes[0, 0].set_ylabel("GiB")
     figures.legend_below(figure, *axes.flat)

@@ -18,7 +18,7 @@ from cs336_systems.chapters.shared.steps import WARM
 from cs336_systems.measure.clocks.turns import each
 from cs336_systems.report import figures
 from cs336_systems.report.prose import Number, Row
-from cs336_systems.report.tables import pivot
+from cs336_systems.report.tables import first_machine, spread
 from cs336_systems.sizes import HANDOUT_SIZES, SIZES, size
 
 BATCH = 4
@@ -33,7 +33,6 @@ SPLIT_HEADS = {
     "predicted_ms": "predicted, ms", "wall_ms": "measured, ms", "gemm_ms": "GEMMs, ms", "rate_pct": "GEMM rate, %",
     "other_ms": "other kernels, ms", "no_kernel_ms": "idle, ms",
 }  # fmt: skip
-_WARMUP_HEADS = {"mean_ms": "mean {}, ms", "std_ms": "std {}, ms"}
 
 
 def primary(rows: pd.DataFrame) -> pd.DataFrame:
@@ -89,8 +88,7 @@ def adamw_ms(roof: Roofs, name: str) -> float:
 def times(rows: pd.DataFrame) -> pd.DataFrame:
     """Mean and standard deviation of the phases of a training step, and backward over forward, a line for each size."""
     rows = steps(primary(rows))
-    long = [rows.assign(head=head, ms=rows[column].astype(float)) for column, head in TIME_HEADS.items()]
-    found = pivot(pd.concat(long, ignore_index=True), ["machine", "size"], "head", "ms")
+    found = spread(rows, ["machine", "size"], TIME_HEADS)
     if found.empty:
         return found
     found.insert(found.columns.get_loc("AdamW, ms"), "B / F", found["B, ms"] / found["F, ms"])
@@ -100,20 +98,15 @@ def times(rows: pd.DataFrame) -> pd.DataFrame:
 def split(rows: pd.DataFrame, profile: pd.DataFrame, roofs: Mapping[str, Roofs]) -> pd.DataFrame:
     """Forward and backward together: predicted, measured, and where the time goes by Nsight Systems: GEMMs and their
     rate in percent of the best, other kernels, and the rest, in which no kernel ran."""
-    rows, keys = steps(primary(rows)), ["machine", "size", "context_length", "dtype"]
+    rows, keys = steps(primary(rows)).reset_index(drop=True), ["machine", "size", "context_length", "dtype"]
     profile = profile[profile["range"].isin(PASSES)]
     sums = profile.astype({"matrix_product_ms": float, "kernel_ms": float}).groupby(keys)
     sums = sums[["matrix_product_ms", "kernel_ms"]].sum(min_count=len(PASSES))
     sums = sums.reindex(pd.MultiIndex.from_frame(rows[keys])).reset_index(drop=True)
-    found = rows[["machine", "size", "status"]].reset_index(drop=True)
-    cases = [
-        (roofs.get(row.machine, Roofs()), row.size_name, row.batch, row.context_length)
-        for row in rows.rename(columns={"size": "size_name"}).itertuples()
-    ]
+    found = rows[["machine", "size", "status"]].copy()
+    cases = [(roofs.get(r.machine, Roofs()), r.size, r.batch, r.context_length) for r in rows.itertuples()]
     found["predicted_ms"] = [gemm_ms(*case) for case in cases]
-    found["wall_ms"] = (
-        rows["forward_ms_mean"].astype(float) + rows["backward_ms_mean"].astype(float)
-    ).to_numpy()
+    found["wall_ms"] = rows["forward_ms_mean"].astype(float) + rows["backward_ms_mean"].astype(float)
     found["share_pct"] = 100 * found["predicted_ms"] / found["wall_ms"]
     found["gemm_ms"] = sums["matrix_product_ms"]
     found["rate_pct"] = 100 * 3 * np.array([forward_gemm_ms(*case) for case in cases]) / found["gemm_ms"]
@@ -125,12 +118,10 @@ def split(rows: pd.DataFrame, profile: pd.DataFrame, roofs: Mapping[str, Roofs])
 def rates(profile: pd.DataFrame, roofs: Mapping[str, Roofs]) -> pd.DataFrame:
     """The rate of the GEMMs of forward and of backward, in percent of the machine's best."""
     found = profile[profile["range"].isin(PASSES)].reset_index(drop=True)
-    least = [
-        forward_gemm_ms(roofs.get(machine, Roofs()), name, batch, context, dtype) * (1 + (part == "backward"))
-        for machine, name, batch, context, dtype, part in zip(
-            *(found[c] for c in ("machine", "size", "batch", "context_length", "dtype", "range")), strict=True
-        )
-    ]
+    forward_ms = lambda r: forward_gemm_ms(
+        roofs.get(r.machine, Roofs()), r.size, r.batch, r.context_length, r.dtype
+    )
+    least = [forward_ms(r) * (1 + (r.range == "backward")) for r in found.itertuples()]
     found["rate_pct"] = 100 * np.array(least, float) / found["matrix_product_ms"].astype(float)
     return found[["machine", "size", "context_length", "dtype", "range", "status", "rate_pct"]]
 
@@ -143,7 +134,7 @@ def ranked(row: Row, phase: str, place: int) -> Number:
 
 def contexts_figure(rows: pd.DataFrame, roofs: Mapping[str, Roofs]) -> Figure:
     """A training step over the context length, a line for each size; dotted: its GEMMs at the best rate."""
-    rows = _first_machine(steps(rows))
+    rows = first_machine(steps(rows))
     rows = rows.assign(ms=rows["step_ms_p50"].astype(float))
     figure, axes = figures.panels(height=2.6)
     ax = axes[0, 0]
@@ -165,19 +156,18 @@ def passes(rows: pd.DataFrame) -> pd.DataFrame:
     """Forward and backward of each measured step added up: first, second, median, mean and standard deviation, for each
     size and number of warm-up steps; and the first and the median forward pass alone."""
     out = []
-    for row in steps(primary(rows), "forward_backward", warmup=sorted(set(rows["warmup"]))).to_dict(
-        "records"
-    ):
+    found = steps(primary(rows), "forward_backward", warmup=sorted(set(rows["warmup"])))
+    for row in found.to_dict("records"):
         forward = each(row["forward_ms_each"])
         both = [sum(pair) for pair in zip(forward, each(row["backward_ms_each"]), strict=True)]
+        case = {name: row[name] for name in ("machine", "size", "warmup", "status")}
         known = {
             "first_ms": both[0], "p50_ms": statistics.median(both), "mean_ms": statistics.fmean(both),
             "first_forward_ms": forward[0], "forward_p50_ms": statistics.median(forward),
         } if both else {}  # fmt: skip
         if len(both) > 1:
             known |= {"second_ms": both[1], "std_ms": statistics.stdev(both)}
-        out.append({"machine": row["machine"], "size": row["size"], "warmup": row["warmup"], "status": row["status"]}
-                   | known)  # fmt: skip
+        out.append(case | known)
     columns = ["machine", "size", "warmup", "status", "first_ms", "second_ms", "p50_ms", "mean_ms", "std_ms",
                "first_forward_ms", "forward_p50_ms"]  # fmt: skip
     return pd.DataFrame(out, columns=columns)
@@ -186,16 +176,14 @@ def passes(rows: pd.DataFrame) -> pd.DataFrame:
 def warmups(found: pd.DataFrame) -> pd.DataFrame:
     """`passes` as a table: mean and standard deviation after each number of warm-up steps, a line for each size."""
     found = found.sort_values("warmup", kind="stable")
-    long = [
-        found.assign(head=found["warmup"].map(head.format), ms=found[column].astype(float))
-        for column, head in _WARMUP_HEADS.items()
-    ]
-    return pivot(pd.concat(long, ignore_index=True), ["machine", "size"], "head", "ms")
+    heads = {"mean_ms": "mean {}, ms", "std_ms": "std {}, ms"}
+    heads = {column: found["warmup"].map(head.format) for column, head in heads.items()}
+    return spread(found, ["machine", "size"], heads)
 
 
 def cold_figure(rows: pd.DataFrame) -> Figure:
     """Forward and backward of each step of a fresh process without warm-up, a line for each size."""
-    rows = _first_machine(steps(primary(rows), "forward_backward", warmup=0, status="ok"))
+    rows = first_machine(steps(primary(rows), "forward_backward", warmup=0, status="ok"))
     drawn = [
         {"size": row["size"], "number": number, "ms": ms}
         for row in rows.to_dict("records")
@@ -216,10 +204,6 @@ def _legend(figure: Figure, ax: Axes) -> None:
     handles, names = ax.get_legend_handles_labels()
     if handles:
         figure.legend(handles[::-1], names[::-1], loc="outside right center")
-
-
-def _first_machine(rows: pd.DataFrame) -> pd.DataFrame:
-    return rows[rows["machine"] == rows["machine"].iloc[0]] if len(rows) else rows
 
 
 # ------------------------------------------------------------------------------------------------ the grid

@@ -18,6 +18,7 @@ from cs336_systems.report import figures, tables
 from cs336_systems.sizes import size
 
 GIB, MIB = 2**30, 2**20
+LARGEST = 8  # of a block's saved tensors: those that are shown
 NAMES = {
     "none": "none", "halves": "half a block", "blocks": "{} blocks", "nested": "nested halves",
     "chained": "chained", "selective": "selective",
@@ -34,7 +35,8 @@ def with_predictions(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows with `name`, the strategy in words; GiB of activations at the peak, `predicted` and `measured`; and MiB
     of a block: `kept_mib`, `change_mib` (median over blocks) of memory in its backward pass, `gradients_mib`, the sum.
     """
-    found = []
+    columns = ["name", "predicted", "measured", "kept_mib", "change_mib", "gradients_mib"]
+    lines = []
     for row in rows.to_dict("records"):
         case = case_of(experiment.TABLE, row)
         kept = float(sum(count * num_bytes for _, count, num_bytes in told(row["kept"])))
@@ -45,13 +47,9 @@ def with_predictions(rows: pd.DataFrame) -> pd.DataFrame:
             predicted = np.nan
         name = NAMES[case.strategy].format(case.block_size).replace("1 blocks", "each block")
         measured, change = float(row["activations_bytes"]), float(np.median(changes)) if changes else np.nan
-        found.append({
-            "name": name, "predicted": predicted / GIB, "measured": measured / GIB,
-            "kept_mib": kept / MIB if kept else np.nan, "change_mib": change / MIB,
-            "gradients_mib": (kept + change) / MIB,
-        })  # fmt: skip
-    columns = ["name", "predicted", "measured", "kept_mib", "change_mib", "gradients_mib"]
-    return rows.assign(**{name: [line[name] for line in found] for name in columns})
+        of_block = kept / MIB if kept else np.nan, change / MIB, (kept + change) / MIB
+        lines.append((name, predicted / GIB, measured / GIB, *of_block))
+    return rows.assign(**pd.DataFrame(lines, rows.index, columns).to_dict("series"))
 
 
 def strategies(rows: pd.DataFrame, attention: str = "") -> pd.DataFrame:
@@ -72,8 +70,8 @@ def strategies(rows: pd.DataFrame, attention: str = "") -> pd.DataFrame:
 
 def depth_figure(rows: pd.DataFrame) -> Figure:
     """Over the number of blocks: activations at the peak, measured (markers) and by the closed form (lines); forward
-    passes of a block."""
-    rows = with_predictions(rows[(rows["size"] == "small") & (rows["repeat"] == 0)])
+    passes of a block. Of the first machine."""
+    rows = with_predictions(tables.first_machine(rows[(rows["size"] == "small") & (rows["repeat"] == 0)]))
     drawn, axes = figures.panels(columns=2, height=2.6)
     one = (rows["strategy"] == "blocks") & (rows["block_size"] == 1)
     kinds = {
@@ -105,7 +103,7 @@ def depth_figure(rows: pd.DataFrame) -> Figure:
     return drawn
 
 
-def residuals(rows: pd.DataFrame, context_length: int, most: int = 8) -> pd.DataFrame:
+def residuals(rows: pd.DataFrame, context_length: int) -> pd.DataFrame:
     """What a block of the handout's model saves, by the operation that saves it, the largest first; of the first
     machine that has the row. `share` is of all that the block saves."""
     found = rows[(rows["num_layers"] > 0) & (rows["size"] == XL) & (rows["context_length"] == context_length)]
@@ -113,16 +111,12 @@ def residuals(rows: pd.DataFrame, context_length: int, most: int = 8) -> pd.Data
     parts = told(found["kept"].iloc[0]) if len(found) else []
     names = tensors(size(XL), int(found["batch"].iloc[0]), context_length) if parts else {}
     all_bytes = sum(count * num_bytes for _, count, num_bytes in parts)
-    return pd.DataFrame(
-        [
-            {
-                "operation": f"`{name}`", "tensors": count, "shape": names.get(num_bytes), "MiB each": num_bytes / MIB,
-                "MiB": count * num_bytes / MIB, "share": count * num_bytes / all_bytes,
-            }
-            for name, count, num_bytes in parts[:most]
-        ],
-        columns=["operation", "tensors", "shape", "MiB each", "MiB", "share"],
-    )  # fmt: skip
+    lines = []
+    for name, count, num_bytes in parts[:LARGEST]:
+        whole = count * num_bytes
+        each = names.get(num_bytes), num_bytes / MIB
+        lines.append((f"`{name}`", count, *each, whole / MIB, whole / all_bytes))
+    return pd.DataFrame(lines, columns=["operation", "tensors", "shape", "MiB each", "MiB", "share"])
 
 
 def block_bytes() -> dict[str, float]:

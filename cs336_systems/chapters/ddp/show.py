@@ -16,7 +16,7 @@ from cs336_systems.chapters.ddp.measure import ALONE, PHASES, overlap_path
 from cs336_systems.chapters.shared.rows import looked_up
 from cs336_systems.chapters.shared.timelines import COLORS, kept, timelines_figure
 from cs336_systems.report import Chapter, figures
-from cs336_systems.report.tables import chosen, in_order, pivot
+from cs336_systems.report.tables import chosen, first_machine, in_order, pivot
 from cs336_systems.sizes import size
 
 NAMES = {
@@ -197,8 +197,8 @@ def schematic() -> Figure:
 
 def sweep_figure(steps: pd.DataFrame, model: closed.Buckets | None) -> Figure:
     """By the size of buckets: exposed time beside the handout's model, the wait beside the last message's time."""
-    rows = main(steps)
-    rows = rows[rows["machine"].isin(rows["machine"].head(1))].assign(series=rows["wrapper"].map(NAMES))
+    rows = first_machine(main(steps))
+    rows = rows.assign(series=rows["wrapper"].map(NAMES))
     rows = rows[rows["wrapper"].isin(["bucketed", "in_place"])]
     ours = rows[rows["wrapper"] == "bucketed"]
     overheads = [math.nan if model is None else 1e3 * model.overhead_s(n) for n in ours["collectives"]]

@@ -39,7 +39,7 @@ _QUERY, _KEY, _SEEN = "#0072B2", "#D55E00", "#dce6ef"  # colors of the drawing
 
 def first_machine(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of the first machine, each case once: what a figure shows."""
-    return rows[(rows["repeat"] == 0) & rows["machine"].isin(rows["machine"].head(1))]
+    return tables.first_machine(rows[rows["repeat"] == 0])
 
 
 def kernel_ms(rows: pd.DataFrame) -> pd.Series:
@@ -54,11 +54,9 @@ def times(
     """The handout's table: median wall time in ms, a line for each shape, a column for each pass and implementation
     (all that the rows have, if none are named)."""
     rows = rows[(rows["repeat"] == 0) & rows["impl"].isin(impls or list(rows["impl"]))]
-    long = pd.concat([
-        rows.assign(ms=rows[f"{part}_ms_p50"], column=[f"{short} {SHORT.get(i, i)}" for i in rows["impl"]])
-        for part, short in PASSES.items()
-    ])  # fmt: skip
-    return tables.pivot(long, index, "column", "ms").rename(columns={"head_dim": "d", "seq_len": "n"})
+    names = rows["impl"].map(lambda impl: SHORT.get(impl, impl))
+    heads = {f"{part}_ms_p50": f"{short} " + names for part, short in PASSES.items()}
+    return tables.spread(rows, index, heads).rename(columns={"head_dim": "d", "seq_len": "n"})
 
 
 def of_lengths(rows: pd.DataFrame, lengths: tuple[int, ...]) -> pd.DataFrame:

@@ -12,7 +12,6 @@ from cs336_systems import accounting, chapters
 from cs336_systems.chapters.hardware.roofs import Roofs, roofs
 from cs336_systems.report import figures
 from cs336_systems.report.chapter import Chapter
-from cs336_systems.report.tables import fmt
 
 
 def roof_table(chapter: Chapter) -> pd.DataFrame:
@@ -27,26 +26,15 @@ def roof_table(chapter: Chapter) -> pd.DataFrame:
                 fine = part.dropna(subset=metric)
                 best = fine.loc[fine[metric].astype(float).idxmax()] if len(fine) else None
                 measured = math.nan if best is None else float(best[metric])
-                out.append({
-                    "machine": machine,
-                    "roof": f"GEMM, {figures.label(dtype)}" if kind == "matmul" else "copy", "unit": unit,
-                    "data sheet": sheet.get(dtype, math.nan), "measured": measured,
-                    "of data sheet, %": 100 * measured / sheet.get(dtype, math.nan),
-                    "at side, or MiB": math.nan if best is None else best["size"] / (1 if kind == "matmul" else 2**20),
-                    "ridge, FLOP/byte": measured / (found.tb_per_s or math.nan)
-                    if kind == "matmul" else math.nan,
-                })  # fmt: skip
-    heads = [
-        "machine",
-        "roof",
-        "unit",
-        "data sheet",
-        "measured",
-        "of data sheet, %",
-        "at side, or MiB",
-        "ridge, FLOP/byte",
-    ]
-    return pd.DataFrame(out, columns=heads).astype({"at side, or MiB": "Int64"})
+                promised, square = sheet.get(dtype, math.nan), kind == "matmul"
+                out.append([
+                    machine, f"GEMM, {figures.label(dtype)}" if square else "copy", unit, promised, measured,
+                    100 * measured / promised,
+                    math.nan if best is None else best["size"] / (1 if square else 2**20),
+                    measured / (found.tb_per_s or math.nan) if square else math.nan,
+                ])  # fmt: skip
+    heads = ["machine", "roof", "unit", "data sheet", "measured", "of data sheet, %", "at side, or MiB"]
+    return pd.DataFrame(out, columns=[*heads, "ridge, FLOP/byte"]).astype({"at side, or MiB": "Int64"})
 
 
 def launch_table(chapter: Chapter) -> pd.DataFrame:
@@ -132,6 +120,6 @@ def roofline_figure(points: pd.DataFrame, roof: Roofs) -> Figure:
     ax.margins(y=0.12)
     ax.set(xscale="log", yscale="log", xlabel="arithmetic intensity, FLOP/byte", ylabel="TFLOP/s")
     for axis in (ax.xaxis, ax.yaxis):  # exponents would be too small in print
-        axis.set_major_formatter(lambda value, _: fmt(value, 1))
+        figures.plain_ticks(axis)
     ax.legend(loc="lower right")
     return figure

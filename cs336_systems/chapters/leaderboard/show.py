@@ -19,7 +19,7 @@ from cs336_systems.ladder import steps
 from cs336_systems.report import figures
 from cs336_systems.report.figures import label
 from cs336_systems.report.prose import LEAST_NOISE, published
-from cs336_systems.report.tables import chosen, fmt, in_order
+from cs336_systems.report.tables import chosen, first_machine, fmt, in_order
 
 HEADS, TOKENS, HEAD_DIM = steps.WORK.values()
 BF16_BYTES = 2
@@ -306,8 +306,8 @@ def shapes_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 def shapes_figure(rows: pd.DataFrame) -> Figure:
     """Our time over the best peer's, a line for each shape, a dot for each pass; gray: within the least
-    noise. Of shapes whose best peer takes LEAST_MS or longer."""
-    found = _counted(rows)
+    noise. Of shapes whose best peer takes LEAST_MS or longer, on the first machine."""
+    found = first_machine(_counted(rows))
     drawn, axes = figures.panels(
         height=0.6 if found.empty else 0.8 + 0.155 * max(4, found["shape"].nunique())
     )
@@ -359,12 +359,11 @@ def _asked(row: Any) -> str:
 def models_figure(rows: pd.DataFrame) -> Figure:
     """Both passes as maps: shapes down; across our ms and TFLOP/s, then our time over each peer's that has one. Of the
     first machine."""
-    frame = models_table(rows)
+    frame = first_machine(models_table(rows))
     if frame.empty:
         drawn, axes = figures.panels(height=0.6)
         figures.nothing(axes[0, 0])
         return drawn
-    frame = frame[frame["machine"] == frame["machine"].iloc[0]]
     lines = frame[["kind", "shape"]].drop_duplicates()
     widths = {"width_ratios": (len(models.IMPLS) + 1, len(models.IMPLS))}  # FlashAttention-3 has no backward
     drawn, axes = figures.panels(2, height=1.3 + 0.2 * len(lines), phone=4.3, sharey=True, gridspec_kw=widths)

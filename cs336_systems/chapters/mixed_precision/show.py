@@ -151,8 +151,8 @@ def speed(rows: pd.DataFrame) -> pd.DataFrame:
     are of one run."""
     rows, keys = rows[(rows["repeat"] == 0) & rows["dtype"].isin(("fp32", "bf16"))], ["machine", "size"]
     both = rows[rows["mode"] == "forward_backward"]
-    times = [both.assign(head=f"{p} " + both["dtype"] + ", ms", ms=both[f"{p}_ms_p50"]) for p in PASSES]
-    found = tables.pivot(pd.concat(times, ignore_index=True), keys, "head", "ms")
+    heads = {f"{p}_ms_p50": f"{p} " + both["dtype"] + ", ms" for p in PASSES}
+    found = tables.spread(both, keys, heads)
     index = pd.MultiIndex.from_frame(found[keys])
     together = lambda rows: (rows.groupby(keys)["run"].nunique() == 1).reindex(index).to_numpy()
     for name in PASSES:
@@ -180,7 +180,7 @@ def blocks_figure(rows: pd.DataFrame) -> Figure:
     figure, axes = figures.panels(height=2.0)
     ax = axes[0, 0]
     rows = rows[(rows["mode"] == "train_step") & (rows["repeat"] == 0) & (rows["status"] == "ok")]
-    rows = rows[rows["machine"].isin(rows["machine"].head(1))]
+    rows = tables.first_machine(rows)
     names = [name for name in SIZES if name in set(rows["size"])]
     frame = rows.assign(
         at=rows["size"].map(names.index),

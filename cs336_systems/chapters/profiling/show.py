@@ -23,7 +23,7 @@ from cs336_systems.chapters.profiling.measure import CLASS_COLUMNS, DRAWN, step_
 from cs336_systems.measure.trace.condensed import Step
 from cs336_systems.measure.trace.kernels import CAST, ELEMENTWISE, OPTIMIZER, PRODUCT, SOFTMAX
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
-from cs336_systems.report.tables import escaped, pivot
+from cs336_systems.report.tables import escaped, pivot, spread
 from cs336_systems.sizes import SIZES
 
 SHAPE = ["machine", "size", "context_length", "dtype"]
@@ -90,11 +90,9 @@ def contexts_table(rows: pd.DataFrame) -> pd.DataFrame:
     """The forward pass in fp32 over the contexts: wall time in the trace, and that over the timer's."""
     found = timer(rows, "forward")
     found = found[found["dtype"] == "fp32"]
-    parts = [
-        found.assign(head=found["context_length"].map(f"{{}}{unit}".format), value=found[column])
-        for column, unit in (("host_ms", ", ms"), ("ratio", ", ×"))
-    ]
-    return pivot(pd.concat(parts), ["machine", "size"], "head", "value")
+    lengths = found["context_length"]
+    heads = {"host_ms": lengths.map("{}, ms".format), "ratio": lengths.map("{}, ×".format)}
+    return spread(found, ["machine", "size"], heads)
 
 
 # ------------------------------------------------------------------------------------------------ kernels

@@ -16,12 +16,11 @@ SIZES = ("mini", "small", "medium", "large", "xl", "2.7B")
 def fits(gib: float, dtype: str = "fp16") -> pd.DataFrame:
     """By size, for each context length: the most sequences of a step on one GPU, and the GiB that they need (those of
     one sequence where not one fits)."""
-    lines = plan.what_fits(gib, SIZES, experiment.CONTEXTS, dtype)
     columns: dict[str, list] = {"size": list(SIZES)}
     for context in experiment.CONTEXTS:
-        of_one = [line for line in lines if line["context_length"] == context]
-        columns[f"{context} tokens"] = [line["sequences"] for line in of_one]
-        columns[f"GiB at {context}"] = [line["gib"] for line in of_one]
+        lines = plan.what_fits(gib, SIZES, (context,), dtype)
+        columns[f"{context} tokens"] = [line["sequences"] for line in lines]
+        columns[f"GiB at {context}"] = [line["gib"] for line in lines]
     return pd.DataFrame(columns)
 
 
@@ -48,13 +47,5 @@ def foreseen(rows: pd.DataFrame) -> pd.DataFrame:
     for (machine, size, context), part in rows.groupby(["machine", "size", "context_length"], sort=False):
         ran = [{"ok": 1.0, "oom": 0.0}.get(str(s).partition(":")[0], math.nan) for s in part["status"]]
         if len(ran) == 2:
-            lines.append(
-                {
-                    "machine": machine,
-                    "size": size,
-                    "context_length": context,
-                    "chosen": ran[0],
-                    "twice": ran[1],
-                }
-            )
+            lines.append([machine, size, context, *ran])
     return pd.DataFrame(lines, columns=["machine", "size", "context_length", "chosen", "twice"])

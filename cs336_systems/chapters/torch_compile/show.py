@@ -22,16 +22,16 @@ from cs336_systems.report.prose import compare, one
 from cs336_systems.sizes import SIZES
 
 MODES = {"off": "eager", "default": "compiled", "reduce-overhead": "CUDA graphs"}
+_SHAPE = attrgetter("machine", "dtype", "head_dim", "seq_len")
 
 
 # ----------------------------------------------------------------------------- attention alone: part (a)
 def attention_pairs(rows: pd.DataFrame) -> list[tuple[Any, Any]]:
     """The rows of attention on the whole GPU as named tuples, eager and compiled, by shape."""
-    shape = attrgetter("machine", "dtype", "head_dim", "seq_len")
     chosen = tables.in_order(rows[(rows["cap_gib"] == 0) & (rows["repeat"] == 0)], ["head_dim", "seq_len"])
-    compiled = {shape(row): row for row in chosen[chosen["impl"] == COMPILED].itertuples()}
+    compiled = {_SHAPE(row): row for row in chosen[chosen["impl"] == COMPILED].itertuples()}
     plain = chosen[chosen["impl"] == PLAIN].itertuples()
-    return [(row, compiled[shape(row)]) for row in plain if shape(row) in compiled]
+    return [(row, compiled[_SHAPE(row)]) for row in plain if _SHAPE(row) in compiled]
 
 
 def attention_times(rows: pd.DataFrame) -> pd.DataFrame:
@@ -39,8 +39,8 @@ def attention_times(rows: pd.DataFrame) -> pd.DataFrame:
     out = []
     for dtype in BYTES:
         for pair in attention_pairs(rows[rows["dtype"] == dtype]):
-            line = [pair[0].machine, dtype, pair[0].head_dim, pair[0].seq_len]
-            out.append([*line, *(getattr(row, f"{part}_ms_p50") for part in PARTS for row in pair)])
+            ms = (getattr(row, f"{part}_ms_p50") for part in PARTS for row in pair)
+            out.append([*_SHAPE(pair[0]), *ms])
     heads = [f"{letter} {how}, ms" for letter in "FB" for how in ("eager", "compiled")]
     return pd.DataFrame(out, columns=["machine", "dtype", "d", "n", *heads])
 
@@ -53,17 +53,14 @@ def attention_speedups(rows: pd.DataFrame, found: Mapping[str, Roofs]) -> pd.Dat
             least = [kernel_floors(row, part, found).sum(skipna=False) for row in pair]
             ms = [float(getattr(row, f"{part}_ms_p50")) for row in pair]
             measured = ms[0] / ms[1] if pair[0].run == pair[1].run else math.nan
-            out.append({
-                "machine": pair[0].machine, "dtype": pair[0].dtype, "d": pair[0].head_dim, "n": pair[0].seq_len,
-                "pass": part, "predicted, ×": least[0] / least[1], "measured, ×": measured,
-            })  # fmt: skip
+            out.append([*_SHAPE(pair[0]), part, least[0] / least[1], measured])
     return pd.DataFrame(out, columns=["machine", "dtype", "d", "n", "pass", "predicted, ×", "measured, ×"])
 
 
 def speedup_figure(rows: pd.DataFrame) -> Figure:
     """Maps of eager over compiled time on the first machine: sequence length across, d down, a row of panels for each
     dtype. What lies within the noise of its run stands in parentheses."""
-    rows = rows[rows["machine"] == next(iter(rows["machine"]), "")]
+    rows = tables.first_machine(rows)
     dtypes = [dtype for dtype in BYTES if (rows["dtype"] == dtype).any()] or [""]
     figure, axes = figures.panels(columns=2, rows=len(dtypes), height=1.45, sharex=True, sharey=True)
     for line, dtype in zip(axes, dtypes, strict=True):

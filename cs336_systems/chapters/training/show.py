@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from cs336_systems import accounting
 from cs336_systems.chapters.hardware.roofs import Roofs, roofs
@@ -126,10 +125,8 @@ def apart(rows: pd.DataFrame) -> pd.DataFrame:
         for (rung, repeat), curve in curves.items():
             base = curves.get((rung, 0), first) if repeat else first
             off = np.abs(curve - base) if 0 < len(curve) == len(base) else np.array([math.nan])
-            lines.append({
-                "machine": machine, "GPUs": gpus, "rung": rung, "repeat": repeat, "largest": off.max(), "last": off[-1],
-                "loss": curve[-1] if len(curve) else math.nan,
-            })  # fmt: skip
+            last = curve[-1] if len(curve) else math.nan
+            lines.append([machine, gpus, rung, repeat, off.max(), off[-1], last])
     return pd.DataFrame(lines, columns=["machine", "GPUs", "rung", "repeat", "largest", "last", "loss"])
 
 
@@ -204,9 +201,7 @@ def run_figure(rows: pd.DataFrame) -> Figure:
             losses = np.array(each(row["losses" if name == "loss" else "valid_losses"]))
             million = np.array(each(row[f"{name}_tokens"])) / 1e6
             ax.plot(million, losses - row["floor"], style, label=label, markersize=3)
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tables.fmt(value, 1)))
-        ax.yaxis.set_minor_formatter(NullFormatter())
+        figures.plain_ticks(ax.yaxis, 1, 2, 5)
         ax.set(xlabel="million tokens", title=f"{row['size']}, {row['dtype']}, {row['minutes']:g} min")
     axes[0, 0].set_ylabel("loss − entropy, nats a token")
     figures.legend_below(drawn, axes[0, 0])

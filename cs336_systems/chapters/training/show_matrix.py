@@ -63,21 +63,15 @@ DRAWN = {  # column → title, scale
 }
 
 
-def measured(rows: pd.DataFrame, column: str) -> bool:
-    """Whether there is anything to draw."""
-    return pd.to_numeric(scaled(rows)[column], errors="coerce").notna().any()
-
-
 def dots(ax: Axes, rows: pd.DataFrame, column: str, wrappers: list[str]) -> None:
-    """One number of ranks: a line for each wrapper from above, a color and marker for each attention, hollow with the
-    sharded optimizer; what was measured twice is joined."""
+    """One number of ranks of one machine: a line for each wrapper from above, a color and marker for each attention,
+    hollow with the sharded optimizer; what was measured twice is joined."""
     title, scale = DRAWN[column]
     ax.set_title(title)
-    if not measured(rows, column):
+    rows = rows[pd.to_numeric(rows[column], errors="coerce").notna()]
+    if rows.empty:
         figures.nothing(ax)
         return
-    rows = scaled(rows)
-    rows = rows[pd.to_numeric(rows[column], errors="coerce").notna()]
     for place, (attention, part) in enumerate(rows.groupby("attention", sort=False)):
         label, color, marker = figures.look(str(attention), place)
         for sharded, cells in part.groupby("sharded"):
@@ -93,13 +87,15 @@ def dots(ax: Axes, rows: pd.DataFrame, column: str, wrappers: list[str]) -> None
 
 
 def matrix_figure(rows: pd.DataFrame, columns: Sequence[str] = tuple(DRAWN)) -> Figure:
-    """A panel of dots for each column that was measured, of the most ranks that were."""
-    there = rows[rows["tokens_per_s"].notna()] if "tokens_per_s" in rows else rows
-    rows = rows[rows["world_size"] == (rows if there.empty else there)["world_size"].max()]
-    columns = [column for column in columns if measured(rows, column)] or columns[:1]
+    """A panel of dots for each column that was measured, of the most ranks that were, on the first machine."""
+    rows = scaled(rows)
+    there = rows[rows["tokens_per_s"].notna()]
+    most = (rows if there.empty else there)["world_size"].max()
+    rows = tables.first_machine(rows[rows["world_size"] == most])
+    columns = [column for column in columns if rows[column].notna().any()] or columns[:1]
     drawn, axes = figures.panels(len(columns), height=2.8, sharey=True)
     for ax, column in zip(axes[0], columns, strict=True):
-        dots(ax, rows, column, list(dict.fromkeys(scaled(rows)["wrapper"])))
+        dots(ax, rows, column, list(dict.fromkeys(rows["wrapper"])))
     figures.legend_below(drawn, *axes[0])
     return drawn
 
@@ -115,5 +111,5 @@ def folder(rows: pd.DataFrame, out: Path) -> list[Path]:
         "steps, in nats a token. Hollow: with the sharded optimizer.",
     ]
     names = {"tokens_per_s": "throughput", "peak_gib": "memory", "efficiency": "scaling", "epoch_s": "epoch"}
-    pictures = {name: matrix_figure(rows, (c,)) for c, name in names.items() if measured(rows, c)}
+    pictures = {name: matrix_figure(rows, (c,)) for c, name in names.items() if scaled(rows)[c].notna().any()}
     return write(out, "matrix", "Attention and data parallelism, in training", rows, found, pictures, notes)

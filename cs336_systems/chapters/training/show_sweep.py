@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from cs336_systems.chapters.shared.rows import looked_up
 from cs336_systems.chapters.training.folder import write
@@ -47,8 +46,8 @@ def complete(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def bars(rows: pd.DataFrame) -> Figure:
-    """Forward and both passes: a group of bars for each shape, a color for each implementation."""
-    rows = ordered(rows[rows["repeat"] == 0])
+    """Forward and both passes: a group of bars for each shape, a color for each implementation; of one machine."""
+    rows = tables.first_machine(ordered(rows[rows["repeat"] == 0]))
     drawn, axes = figures.panels(2, height=2.6)
     tiers, series = list(dict.fromkeys(rows["tier"])), list(dict.fromkeys(rows["attention"]))
     width = 0.8 / max(1, len(series))
@@ -64,17 +63,15 @@ def bars(rows: pd.DataFrame) -> Figure:
             ax.bar(at, of_one.reindex(tiers), width, color=color, label=label, zorder=3)
         ax.set_xticks(range(len(tiers)), tiers, fontsize=7.5)
         ax.set_yscale("log")
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tables.fmt(value, 1)))
-        ax.yaxis.set_minor_formatter(NullFormatter())
+        figures.plain_ticks(ax.yaxis, 1, 2, 5)
         ax.grid(axis="x", visible=False)
     figures.legend_below(drawn, *axes[0])
     return drawn
 
 
 def heat(rows: pd.DataFrame) -> Figure:
-    """How many times as fast as plain attention each implementation is, forward, on each shape."""
-    rows = ordered(rows)
+    """How many times as fast as plain attention each implementation is, forward, on each shape; of one machine."""
+    rows = tables.first_machine(ordered(rows))
     rows = rows[(rows["repeat"] == 0) & (rows["attention"] != PLAIN)]
     drawn, axes = figures.panels(height=0.9 + 0.3 * rows["attention"].nunique())
     ax = axes[0, 0]
@@ -90,8 +87,8 @@ def heat(rows: pd.DataFrame) -> Figure:
 
 
 def scaling(rows: pd.DataFrame) -> Figure:
-    """Forward and both passes over the number of scores, queries times keys."""
-    rows = ordered(rows[rows["repeat"] == 0])
+    """Forward and both passes over the number of scores, queries times keys. Of the first machine."""
+    rows = tables.first_machine(ordered(rows[rows["repeat"] == 0]))
     rows = rows.assign(scores=rows["num_queries"] * rows["num_keys"])
     drawn, axes = figures.panels(2, height=2.6)
     for ax, part in zip(axes[0], PARTS, strict=True):

@@ -74,9 +74,9 @@ def _table(rows: pd.DataFrame, metrics: dict[str, str], scale: float = 1.0) -> p
     )
     if frame.empty:
         return frame[[*heads, *metrics.values()]]
-    long = frame.melt([*heads, "status"], list(metrics.values()), "metric", "value")
-    long["value"] = long["value"].astype(float) * scale
-    return tables.pivot(long, heads, "metric", "value")
+    columns = list(metrics.values())
+    scaled = frame.assign(**{head: scale * frame[head].astype(float) for head in columns})
+    return tables.spread(scaled, heads, dict(zip(columns, columns, strict=True)))
 
 
 # ------------------------------------------------------------------------------------------------ memory
@@ -165,12 +165,9 @@ def kernels(rows: pd.DataFrame) -> pd.DataFrame:
         link = (row.world_size - 1) / row.world_size * 4e3 * moved / broadcast if broadcast else np.nan
         beta = ADAMW_BYTES * moved / plain["update_ms"]
         rates = beta, link if broadcast else np.inf
-        lines.append({
-            "machine": row.machine, "GPUs": row.world_size, "variant": row.variant, "update_ms": update,
-            "broadcast_ms": broadcast, "tb_per_s": beta, "link_gb_per_s": link,
-            "schedule_ms": _phase_ms(row.variant, _parameters(row.size), row.world_size, *rates),
-            "phase_ms": row.optimizer_ms_p50,
-        })  # fmt: skip
+        schedule = _phase_ms(row.variant, _parameters(row.size), row.world_size, *rates)
+        case = row.machine, row.world_size, row.variant
+        lines.append([*case, update, broadcast, beta, link, schedule, row.optimizer_ms_p50])
     heads = ["machine", "GPUs", "variant", "update_ms", "broadcast_ms", "tb_per_s", "link_gb_per_s"]
     return pd.DataFrame(lines, columns=[*heads, "schedule_ms", "phase_ms"])
 
@@ -224,11 +221,8 @@ def traffic(rows: pd.DataFrame) -> pd.DataFrame:
         for variant, scheme in schemes.items():
             sent = accounting.zero_step_bytes(scheme, gpus, whole, whole)
             measured = by_variant["link_sent_bytes"].get(variant, np.nan)
-            lines.append({
-                "machine": machine, "GPUs": gpus, "scheme": labels[variant],
-                "gradients, GiB": sent["gradients"] / GIB, "parameters, GiB": sent["parameters"] / GIB,
-                "together, GiB": sum(sent.values()) / GIB, "measured, GiB": measured / GIB,
-            })  # fmt: skip
+            moved = sent["gradients"], sent["parameters"], sum(sent.values()), measured
+            lines.append([machine, gpus, labels[variant], *(num_bytes / GIB for num_bytes in moved)])
     parts = ["gradients, GiB", "parameters, GiB", "together, GiB", "measured, GiB"]
     return pd.DataFrame(lines, columns=["machine", "GPUs", "scheme", *parts])
 
