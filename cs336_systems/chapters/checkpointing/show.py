@@ -49,7 +49,8 @@ def with_predictions(rows: pd.DataFrame) -> pd.DataFrame:
         measured, change = float(row["activations_bytes"]), float(np.median(changes)) if changes else np.nan
         of_block = kept / MIB if kept else np.nan, change / MIB, (kept + change) / MIB
         lines.append((name, predicted / GIB, measured / GIB, *of_block))
-    return rows.assign(**pd.DataFrame(lines, rows.index, columns).to_dict("series"))
+    found = pd.DataFrame(lines, rows.index, columns)
+    return pd.concat([rows.drop(columns=columns, errors="ignore"), found], axis=1)
 
 
 def strategies(rows: pd.DataFrame, attention: str = "") -> pd.DataFrame:
