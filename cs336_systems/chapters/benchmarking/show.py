@@ -54,14 +54,13 @@ def gemm_ms(
     roof: Roofs, name: str, batch: int, context: int, mode: str = "train_step", dtype: str = "fp32"
 ) -> float:
     """What the GEMMs of a step take at the machine's best measured rate; NaN where that is not known."""
-    return accounting.model_flops(size(name), batch, context, mode) / (roof.tflops.get(dtype, math.nan) * 1e9)
+    return roof.gemm_ms(accounting.model_flops(size(name), batch, context, mode), dtype)
 
 
 def forward_gemm_ms(roof: Roofs, name: str, batch: int, context: int, dtype: str = "fp32") -> float:
     """What the GEMMs of a forward pass take at that rate with plain attention, which also computes the scores that the
     mask hides; `gemm_ms` leaves them out."""
-    flops = sum(accounting.forward_matmul_flops(size(name), batch, context).values())
-    return flops / (roof.tflops.get(dtype, math.nan) * 1e9)
+    return roof.gemm_ms(sum(accounting.forward_matmul_flops(size(name), batch, context).values()), dtype)
 
 
 def models(roofs: Mapping[str, Roofs]) -> pd.DataFrame:
@@ -72,16 +71,11 @@ def models(roofs: Mapping[str, Roofs]) -> pd.DataFrame:
             "machine": machine, "size": name, "L": config.num_layers, "D": config.d_model, "heads": config.num_heads,
             "N, million": accounting.num_parameters(config) / 1e6,
             "TFLOP a step": accounting.model_flops(config, BATCH, PRIMARY, "train_step") / 1e12,
-            "forward + backward, ms": gemm_ms(roof, name, BATCH, PRIMARY), "AdamW, ms": adamw_ms(roof, name),
+            "forward + backward, ms": gemm_ms(roof, name, BATCH, PRIMARY),
+            "AdamW, ms": roof.copy_ms(ADAMW_BYTES * accounting.num_parameters(config)),
         }
         for machine, roof in roofs.items() for name, config in SIZES.items() if name in HANDOUT_SIZES
     ])  # fmt: skip
-
-
-def adamw_ms(roof: Roofs, name: str) -> float:
-    """What AdamW's traffic takes at the machine's best measured copy; NaN where that is not known."""
-    moved = ADAMW_BYTES * accounting.num_parameters(size(name))
-    return moved / ((math.nan if roof.tb_per_s is None else roof.tb_per_s) * 1e9)
 
 
 # ------------------------------------------------------------------------------------------------ times

@@ -77,14 +77,11 @@ def floors(rows: pd.DataFrame, roof: Roofs) -> pd.DataFrame:
             moved = accounting.attention_bytes(heads, n, n, d, BYTES[row.dtype], part)
             exps = accounting.attention_exps(heads, n, n, True, part)
             clocked = roof.sms and row.sm_mhz > 0
-            least = {
-                "GEMMs, µs": flops / (roof.tflops.get(row.dtype, math.nan) * 1e6),
-                "exponentials, µs": 1e3 * accounting.exps_ms(exps, roof.sms, row.sm_mhz) if clocked else math.nan,
-                "memory, µs": moved / ((roof.tb_per_s or math.nan) * 1e6),
-            }  # fmt: skip
-            kernel = 1e3 * getattr(row, f"{part}_gpu_ms")
-            line = {"pass": part, "heads": heads, "n": n} | least | {"kernel time, µs": kernel}
-            out.append(line | {"floor, %": 100 * pd.Series(least).max(skipna=False) / kernel})
+            exps_ms = accounting.exps_ms(exps, roof.sms, row.sm_mhz) if clocked else math.nan
+            times = roof.gemm_ms(flops, row.dtype), exps_ms, roof.copy_ms(moved)
+            *least, kernel = (1e3 * ms for ms in (*times, getattr(row, f"{part}_gpu_ms")))
+            floor = 100 * pd.Series(least).max(skipna=False) / kernel
+            out.append([part, heads, n, *least, kernel, floor])
     parts = ["GEMMs, µs", "exponentials, µs", "memory, µs"]
     return pd.DataFrame(out, columns=["pass", "heads", "n", *parts, "kernel time, µs", "floor, %"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +27,14 @@ class Roofs:
     tb_per_s: float | None = None
     sms: int | None = None
     sheet: accounting.Peaks | None = None
+
+    def gemm_ms(self, flops: float, dtype: str) -> float:
+        """What FLOPs of GEMMs take at the best rate measured; NaN where that is not known."""
+        return flops / (self.tflops.get(dtype, math.nan) * 1e9)
+
+    def copy_ms(self, num_bytes: float) -> float:
+        """What bytes, read and written, take at the best copy measured; NaN where that is not known."""
+        return num_bytes / ((self.tb_per_s or math.nan) * 1e9)
 
 
 def roofs(machine: str, root: Path | None = None) -> Roofs:

@@ -88,8 +88,8 @@ def limits_table(kernels: pd.DataFrame, roof: Roofs) -> pd.DataFrame:
         ours = ours.loc[ours["impl"] == "flash_triton", "ms_p50"]
         out.append({UNITS[unit]: least[unit] for unit in UNITS} | {
             "GEMMs, exponentials, instructions in turn": in_turn(part),
-            "memory, at the best copy measured": moved / ((roof.tb_per_s or math.nan) * 1e9),
-            "GEMMs, at the best rate measured": flops / (roof.tflops.get("bf16", math.nan) * 1e9),
+            "memory, at the best copy measured": roof.copy_ms(moved),
+            "GEMMs, at the best rate measured": roof.gemm_ms(flops, "bf16"),
             "ours, measured": ours.iloc[0] if len(ours) else math.nan,
         })  # fmt: skip
     frame = pd.DataFrame(out, index=["forward, ms", "backward, ms"]).T
@@ -105,7 +105,7 @@ def of_the_work(kernels: pd.DataFrame, part: str) -> pd.DataFrame:
 def harness_ms(roof: Roofs) -> float:
     """Least ms of what the harness moves beside the two passes, at the best copy measured; NaN without one."""
     moved = accounting.harness_bytes(HEADS, TOKENS, HEAD_DIM, BF16_BYTES, stacked=True)
-    return sum(moved.values()) / ((roof.tb_per_s or math.nan) * 1e9)
+    return roof.copy_ms(sum(moved.values()))
 
 
 # ------------------------------------------------------------------------------------------------ ladder

@@ -5,7 +5,7 @@
 
 Ours are those of `attention.registry`; the others are listed in MAKERS, here and nowhere else. What models ask for
 beside a causal mask (grouped queries, a window, packed documents) each is asked for in its own words, never emulated by
-repeated keys or a stored mask; SERVES says who serves what.
+repeated keys or a stored mask.
 """
 
 from __future__ import annotations
@@ -69,6 +69,9 @@ class Attention:
         return x.contiguous() if any(x.stride()) else x
 
 
+Made = tuple[Callable[..., Any], str]
+
+
 @dataclass(frozen=True)
 class Asked:
     """What an implementation is built for: what `build` is given."""
@@ -110,36 +113,37 @@ def build(
     """
     if impl not in MAKERS:
         raise ValueError(f"unknown impl {impl!r}; allowed: {', '.join(MAKERS)}")
-    if device == "cpu" and impl in FOR_GPUS:  # the interpreter is for tests; its time says nothing
+    peer = MAKERS[impl]
+    if device == "cpu" and peer.for_gpus:  # the interpreter is for tests; its time says nothing
         raise Skip("needs a CUDA device")
     if (window or lengths) and not is_causal:
         raise ValueError(
             f"is_causal={is_causal}, window={window}, lengths={lengths}; windows and documents are causal"
         )
     asked = Asked(is_causal, device, seq_len, grouped, window, lengths)
-    if lacking := [FEATURES[name] for name in asked.features if name not in SERVES.get(impl, ())]:
+    if lacking := [FEATURES[name] for name in asked.features if name not in peer.serves]:
         raise Skip(f"does not serve {', '.join(lacking)}")
-    return MAKERS[impl](asked)
+    return peer.built(asked)
 
 
-def _own(impl: str, asked: Asked) -> Attention:
+# Each of these makes `apply` and `backend` of an `Attention`.
+def _own(impl: str, asked: Asked) -> Made:
     from cs336_systems.attention import attention
 
     if reason := availability()[impl]:
         raise Skip(f"needs another machine: {reason}")
-    apply = functools.partial(attention, is_causal=asked.is_causal, impl=impl, **asked.features)
-    return Attention(apply, "eager")
+    return functools.partial(attention, is_causal=asked.is_causal, impl=impl, **asked.features), "eager"
 
 
-def _reference_compiled(asked: Asked) -> Attention:
+def _reference_compiled(asked: Asked) -> Made:
     import torch
 
     if asked.device == "cpu" and cpp_compiler() is None:
         raise Skip("needs a C++ compiler")
     if asked.device != "cpu" and not has_module("triton"):
         raise Skip("needs triton")
-    plain = _own("reference", asked).apply
-    return Attention(torch.compile(plain, fullgraph=True, dynamic=False), "inductor")
+    plain, _ = _own("reference", asked)
+    return torch.compile(plain, fullgraph=True, dynamic=False), "inductor"
 
 
 def _on_four_axes(apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,7 +153,7 @@ def _on_four_axes(apply: Callable[..., Any]) -> Callable[..., Any]:
     return on_four_axes
 
 
-def _sdpa(name: str, asked: Asked) -> Attention:
+def _sdpa(name: str, asked: Asked) -> Made:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     from cs336_systems.attention import attention
@@ -160,10 +164,10 @@ def _sdpa(name: str, asked: Asked) -> Attention:
         with sdpa_kernel(backend):  # an error where it cannot run, never another kernel
             return attention(q, k, v, asked.is_causal, impl="sdpa", enable_gqa=asked.grouped)
 
-    return Attention(_on_four_axes(forced), name.lower())
+    return _on_four_axes(forced), name.lower()
 
 
-def _flex(asked: Asked) -> Attention:
+def _flex(asked: Asked) -> Made:
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -182,10 +186,10 @@ def _flex(asked: Asked) -> Attention:
         mask = create_block_mask(sees, None, None, asked.seq_len, asked.seq_len, device=asked.device)
     flex = torch.compile(flex_attention, dynamic=False)
     call = functools.partial(flex, block_mask=mask, enable_gqa=asked.grouped)
-    return Attention(_on_four_axes(call), "inductor")
+    return _on_four_axes(call), "inductor"
 
 
-def _portable(asked: Asked) -> Attention:
+def _portable(asked: Asked) -> Made:
     from cs336_systems.ladder import function, launch
 
     for name in PORTABLE:
@@ -195,7 +199,7 @@ def _portable(asked: Asked) -> Attention:
     def portable(q, k, v):
         return function.LadderAttention.apply(q, k, v, asked.is_causal, *PORTABLE)
 
-    return Attention(portable, "+".join(PORTABLE))
+    return portable, "+".join(PORTABLE)
 
 
 def _flash_attn(package: Any, asked: Asked) -> Callable[..., Any]:
@@ -226,31 +230,17 @@ def _on_three_axes(apply: Callable[..., Any]) -> Callable[..., Any]:
     return on_three_axes
 
 
-def _fa4(asked: Asked) -> Attention:
+def _package(module: str, package: str, called: str, asked: Asked) -> Made:
+    """One of FlashAttention's packages, by the module to import."""
     try:
-        import flash_attn.cute as fa4
+        found = importlib.import_module(module)
     except ImportError as error:
-        raise Skip(f"needs FlashAttention-4, the package flash-attn-4 ({error})") from None
-
-    version = importlib.metadata.version("flash-attn-4")
-    forward = _on_four_axes(_flash_attn(fa4, asked))
-    return Attention(forward, f"flash_attn.cute {version}", tokens_first=True)
+        raise Skip(f"needs the package {package} ({error})") from None
+    forward = _on_four_axes(_flash_attn(found, asked))
+    return forward, f"{called} {importlib.metadata.version(package)}"
 
 
-def _fa3(asked: Asked) -> Attention:
-    import torch
-
-    try:
-        import fa3_fwd_interface as fa3
-    except ImportError as error:
-        raise Skip(f"needs FlashAttention-3's forward, the package fa3-fwd ({error})") from None
-
-    version = importlib.metadata.version("fa3-fwd")
-    forward = torch.no_grad()(_on_four_axes(_flash_attn(fa3, asked)))
-    return Attention(forward, f"fa3-fwd {version}", tokens_first=True, backward=False)
-
-
-def _varlen(asked: Asked) -> Attention:
+def _varlen(asked: Asked) -> Made:
     from torch.nn.attention.varlen import varlen_attn
 
     if not asked.lengths:
@@ -269,39 +259,48 @@ def _varlen(asked: Asked) -> Attention:
     def packed(q, k, v):
         return varlen_attn(q, k, v, ends, ends, longest, longest, **options)
 
-    return Attention(_on_three_axes(packed), "torch varlen_attn", tokens_first=True)
+    return _on_three_axes(packed), "torch varlen_attn"
 
 
-MAKERS: dict[str, Callable[[Asked], Attention]] = {
-    **{name: functools.partial(_own, name) for name in IMPLEMENTATIONS},
-    "plain_triton": _portable,
-    "reference_compiled": _reference_compiled,
-    "sdpa_flash": functools.partial(_sdpa, "FLASH_ATTENTION"),
-    "sdpa_cudnn": functools.partial(_sdpa, "CUDNN_ATTENTION"),
-    "sdpa_efficient": functools.partial(_sdpa, "EFFICIENT_ATTENTION"),
-    "flex_compiled": _flex,
-    "fa4": _fa4,
-    "fa3": _fa3,
-    "varlen": _varlen,
+@dataclass(frozen=True)
+class Peer:
+    """How an implementation is made, which of FEATURES it `serves`, and whether it runs on GPUs only; the rest is as in
+    `Attention`."""
+
+    make: Callable[[Asked], Made]
+    serves: tuple[str, ...] = ()
+    for_gpus: bool = True
+    tokens_first: bool = False
+    backward: bool = True
+
+    def built(self, asked: Asked) -> Attention:
+        import torch
+
+        apply, backend = self.make(asked)
+        apply = apply if self.backward else torch.no_grad()(apply)
+        return Attention(apply, backend, self.tokens_first, self.backward)
+
+
+_FA4 = functools.partial(_package, "flash_attn.cute", "flash-attn-4", "flash_attn.cute")
+_FA3 = functools.partial(_package, "fa3_fwd_interface", "fa3-fwd", "fa3-fwd")
+_OWN_FOR_GPUS, _ALL = ("flash_triton", "flash_cuda"), tuple(FEATURES)
+MAKERS: dict[str, Peer] = {
+    **{
+        name: Peer(functools.partial(_own, name), found.features, name in _OWN_FOR_GPUS)
+        for name, found in IMPLEMENTATIONS.items()
+    },
+    "plain_triton": Peer(_portable),
+    "reference_compiled": Peer(_reference_compiled, for_gpus=False),
+    "sdpa_flash": Peer(functools.partial(_sdpa, "FLASH_ATTENTION"), ("enable_gqa",), for_gpus=False),
+    "sdpa_cudnn": Peer(functools.partial(_sdpa, "CUDNN_ATTENTION"), ("enable_gqa",)),
+    "sdpa_efficient": Peer(functools.partial(_sdpa, "EFFICIENT_ATTENTION")),
+    "flex_compiled": Peer(_flex, _ALL),
+    "fa4": Peer(_FA4, _ALL, tokens_first=True),
+    "fa3": Peer(_FA3, _ALL, tokens_first=True, backward=False),  # its package has no backward pass
+    "varlen": Peer(_varlen, _ALL, tokens_first=True),
 }
-SERVES: dict[str, tuple[str, ...]] = {  # of FEATURES
-    **{name: found.features for name, found in IMPLEMENTATIONS.items()},
-    **dict.fromkeys(("sdpa_flash", "sdpa_cudnn"), ("enable_gqa",)),
-    **dict.fromkeys(("flex_compiled", "fa4", "fa3", "varlen"), tuple(FEATURES)),
-}
-FOR_GPUS = (
-    "flash_triton",
-    "flash_cuda",
-    "plain_triton",
-    "sdpa_cudnn",
-    "sdpa_efficient",
-    "flex_compiled",
-    "fa4",
-    "fa3",
-    "varlen",
-)
-TOKENS_FIRST = ("fa4", "fa3", "varlen")
-FORWARD_ONLY = ("fa3",)  # whose package has no backward pass
+TOKENS_FIRST = tuple(name for name, peer in MAKERS.items() if peer.tokens_first)
+FORWARD_ONLY = tuple(name for name, peer in MAKERS.items() if not peer.backward)
 
 
 def one_pass(impl: Attention, part: str, data: list[torch.Tensor]) -> Callable[[], Any]:
