@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import distributed as dist
 
 from cs336_systems.accounting import bus_factor
 from cs336_systems.chapters.allreduce.measure import (
@@ -18,14 +21,12 @@ from cs336_systems.chapters.allreduce.measure import (
     WARMUPS,
     Case,
 )
+from cs336_systems.launch.group import Rank
 from cs336_systems.measure.clocks.turns import Phases, Samples, Times, take_turns
 from cs336_systems.measure.device import Watch, give_back
+from cs336_systems.parallel.buckets import Bucket
+from cs336_systems.parallel.ddp import average
 from cs336_systems.store.status import oom_is_a_row
-
-if TYPE_CHECKING:
-    import torch
-
-    from cs336_systems.launch.group import Rank
 
 _PERIOD = 65_521  # elements after which a tensor's content repeats; a prime
 
@@ -101,12 +102,6 @@ class _Operation:
     """A tensor on this rank, and what all-reduces it."""
 
     def __init__(self, rank: Rank, case: Case) -> None:
-        import torch
-        from torch import distributed as dist
-
-        from cs336_systems.parallel.buckets import Bucket
-        from cs336_systems.parallel.ddp import average
-
         self._rank, self._case = rank, case
         self._patterns = torch.stack([_pattern(r) for r in range(rank.world_size)]).to(rank.device)
         numel = case.num_bytes // 4
@@ -149,8 +144,6 @@ class _Operation:
                 marks.append(time.perf_counter())
             spans = [(b - a) * 1e3 for a, b in itertools.pairwise(marks)]
             return spans, (marks[-1] - marks[0]) * 1e3 / calls
-        import torch
-
         start = time.perf_counter()
         for _ in range(calls):
             self.call()
@@ -169,9 +162,6 @@ class _Operation:
 
     def _begin(self) -> None:
         """Writes the tensor anew, and waits for the other ranks and for the devices."""
-        import torch
-        from torch import distributed as dist
-
         for part, pattern in _tiles(self._tensor, self._patterns[self._rank.rank]):
             part.copy_(pattern)
         if self._rank.device == "cpu":
@@ -182,8 +172,6 @@ class _Operation:
             torch.cuda.synchronize()  # the barrier is work for the device, too
 
     def _deviation(self) -> float:
-        import torch
-
         exact = self._patterns.sum(0)
         if self._case.how == "bucket":
             exact = exact / self._case.world_size
@@ -193,8 +181,6 @@ class _Operation:
 
 def _pattern(rank: int) -> torch.Tensor:
     """What a rank's tensor holds, again and again: integers of its own from 1 to 255, as fp32."""
-    import torch
-
     generator = torch.Generator().manual_seed(336 + rank)
     return torch.randint(1, 256, (_PERIOD,), generator=generator).float()
 
@@ -212,19 +198,11 @@ def _tiles(tensor: torch.Tensor, pattern: torch.Tensor) -> Iterator[tuple[torch.
 
 def _largest(rank: Rank, number: float) -> float:
     """The largest of the ranks' numbers, on all of them."""
-    import torch
-    from torch import distributed as dist
-
-    value = torch.tensor([number], dtype=torch.float64, device=rank.device)
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return float(value)
+    return _slowest(rank, [number])[0]
 
 
 def _slowest(rank: Rank, times: list[float]) -> list[float]:
     """For each call the largest of the ranks' times."""
-    import torch
-    from torch import distributed as dist
-
     value = torch.tensor(times, dtype=torch.float64, device=rank.device)
     dist.all_reduce(value, dist.ReduceOp.MAX)
     return value.tolist()
@@ -234,6 +212,4 @@ def _library(backend: str) -> str:
     """The library that communicates, with its version where it tells."""
     if backend != "nccl":
         return backend
-    import torch
-
     return "nccl " + ".".join(map(str, torch.cuda.nccl.version()))

@@ -8,7 +8,13 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
 
 from cs336_systems.chapters.fsdp.measure import HELD, PHASES, TURN, Case
 from cs336_systems.launch.group import Rank
@@ -19,11 +25,11 @@ from cs336_systems.measure.device import give_back
 from cs336_systems.measure.trace import overlap, profiler
 from cs336_systems.measure.trace.events import Kernel, Range, Trace, union_ns
 from cs336_systems.measure.trace.kernels import COMMUNICATION, class_of
+from cs336_systems.model import build
+from cs336_systems.parallel.ddp import InPlaceDDP
+from cs336_systems.parallel.fsdp import FullyShardedDataParallel
+from cs336_systems.parallel.zero import ShardedOptimizer
 from cs336_systems.sizes import size
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 STEPS, STEPS_ON_CPU, ROUNDS = 8, 2, 2  # measured steps of a case, in so many turns
 TRACED_STEPS = 2
@@ -38,10 +44,6 @@ class Step:
     and for all wrappers; batches are not. `phases` maps PHASES to functions, to be called in this order."""
 
     def __init__(self, case: Case, rank: Rank) -> None:
-        import torch
-
-        from cs336_systems.model import build
-
         self.loss = None
         config = dataclasses.replace(size(case.size), context_length=case.context_length)
         torch.set_float32_matmul_precision("highest" if case.dtype == "fp32" else "high")
@@ -66,8 +68,6 @@ class Step:
 
     def forward(self) -> None:
         """Drops the last step's gradients; this rank's loss."""
-        from torch.nn.functional import cross_entropy
-
         self.optimizer.zero_grad()
         with self._autocast():
             logits = self.model(self.ids)
@@ -87,8 +87,6 @@ class Step:
 
     def held(self) -> dict[str, int]:
         """Bytes of this rank's parameters, gradients and optimizer state, each storage once."""
-        import torch
-
         parameters = list(self.model.parameters())
         states = [v for state in self.optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
         kinds = (parameters, [p.grad for p in parameters if p.grad is not None], states)
@@ -96,25 +94,16 @@ class Step:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> int:
-    from torch.distributed.tensor import DTensor
-
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     return sum({s._cdata: s.nbytes() for s in (t.untyped_storage() for t in local)}.values())
 
 
 def _wrapped(model: nn.Module, wrapper: str, narrow: torch.dtype | None) -> nn.Module:
     if wrapper in ("ddp", "sharded"):
-        from cs336_systems.parallel.ddp import InPlaceDDP
-
         return InPlaceDDP(model, BUCKET_MB)
     if wrapper in ("fsdp", "fsdp_layers"):
-        from cs336_systems.parallel.fsdp import FullyShardedDataParallel
-
         units = model.layers if wrapper == "fsdp" else None
         return FullyShardedDataParallel(model, compute_dtype=narrow, units=units)
-    import torch
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     # a block's inputs are left alone, as ours leaves them: the rotary tables stay in fp32
     policy = MixedPrecisionPolicy(narrow, torch.float32, cast_forward_inputs=False)
     blocks, ahead = list(model.layers), _AHEAD[wrapper]
@@ -128,11 +117,7 @@ def _wrapped(model: nn.Module, wrapper: str, narrow: torch.dtype | None) -> nn.M
 
 
 def _optimizer(model: nn.Module, wrapper: str) -> torch.optim.Optimizer:
-    import torch
-
     if wrapper == "sharded":
-        from cs336_systems.parallel.zero import ShardedOptimizer
-
         return ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
@@ -140,8 +125,6 @@ def _optimizer(model: nn.Module, wrapper: str) -> torch.optim.Optimizer:
 @contextlib.contextmanager
 def _turn(case: Case, rank: Rank, noted: dict[str, Any]) -> Iterator[Phases]:
     """One turn of a case: built, warmed up, timed, given back; what it holds goes into `noted`."""
-    import torch
-
     give_back(rank.device)
     ranks.meet(rank)  # so that nobody is in another case's turn
     print(f"{TURN}{case.name}", flush=True)
@@ -177,8 +160,6 @@ def _turn(case: Case, rank: Rank, noted: dict[str, Any]) -> Iterator[Phases]:
 def _allocated(rank: Rank) -> int | None:
     if rank.device == "cpu":
         return None
-    import torch
-
     torch.cuda.synchronize()
     return torch.cuda.memory_allocated()
 
@@ -203,8 +184,6 @@ def time_on_a_rank(rank: Rank, cases: list[dict[str, Any]]) -> list[dict[str, An
 # ------------------------------------------------------------------------------------------------ traces
 def trace_on_a_rank(rank: Rank, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The metrics of the cases as this rank's profiler sees them, and under `timeline` one step of each."""
-    import torch
-
     found = []
     for case in (Case(**case) for case in cases):
         noted: dict[str, Any] = {}

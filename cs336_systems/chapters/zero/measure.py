@@ -191,21 +191,16 @@ def run_group(cases: Sequence[Case]) -> Iterable[dict[str, Any]]:
     else:
         failures = dict.fromkeys(contexts, failed)
     for case in cases:
-        yield dict(found.get(key_of(case), failures[case.context_length]))
-
-
-def key_of(case: Case) -> str:
-    """A case within its group, as a key that JSON can have."""
-    return f"{case.context_length} {case.moment} {case.variant} {case.repeat}"
+        yield dict(found.get(case, failures[case.context_length]))
 
 
 def _launched(
     cases: Sequence[Case], contexts: Sequence[int]
-) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """The metrics by `key_of` from one launch for these contexts, and what failed in all of them."""
+) -> tuple[dict[Case, dict[str, Any]], dict[str, Any]]:
+    """The metrics of the cases from one launch for these contexts, and what failed in all of them."""
     chosen = [case for case in cases if case.context_length in contexts]
     function = "times_on_a_rank" if chosen[0].moment == TIMED else "memory_on_a_rank"
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[Case, dict[str, Any]] = {}
     failed: dict[str, Any] = {}
     with failure_is_a_row(failed):
         for case in chosen:
@@ -215,18 +210,19 @@ def _launched(
             {"cases": [dataclasses.asdict(case) for case in chosen]},
             timeout_s=120 + 5 * estimate_s(chosen), collective_timeout_s=90,
         )  # fmt: skip
-        found = _of_fullest(by_rank, chosen) if chosen[0].moment != TIMED else by_rank[0]
+        rows = _of_fullest(by_rank, chosen) if chosen[0].moment != TIMED else by_rank[0]
+        found = dict(zip(chosen, rows, strict=True))
     return found, failed
 
 
-def _of_fullest(by_rank: list[dict[str, Any]], cases: Sequence[Case]) -> dict[str, dict[str, Any]]:
+def _of_fullest(by_rank: list[list[dict[str, Any]]], cases: Sequence[Case]) -> list[dict[str, Any]]:
     """Each case as measured on the rank that holds most in the end, with the spread between ranks."""
-    last = key_of(dataclasses.replace(cases[-1], moment=STEP_MOMENTS[-1]))
-    fullest = max(by_rank, key=lambda found: found[last]["live_bytes"] if last in found else 0)
-    apart = {}
-    for key, metrics in fullest.items():
-        live = [found[key]["live_bytes"] for found in by_rank]
-        apart[key] = metrics | {"rank_spread_bytes": max(live) - min(live)}
+    ends = [place for place, case in enumerate(cases) if case.moment == STEP_MOMENTS[-1]] or [0]
+    fullest = max(by_rank, key=lambda found: found[ends[-1]]["live_bytes"])
+    apart = []
+    for metrics, *everyones in zip(fullest, *by_rank, strict=True):
+        live = [found["live_bytes"] for found in everyones]
+        apart.append(metrics | {"rank_spread_bytes": max(live) - min(live)})
     return apart
 
 

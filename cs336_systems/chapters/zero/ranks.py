@@ -8,8 +8,11 @@ import functools
 import gc
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from cs336_systems.chapters.shared.parallel_step import ParallelStep, ParallelWorkload
 from cs336_systems.chapters.zero.measure import (
     COMPONENT_COLUMNS,
     PHASES,
@@ -19,7 +22,6 @@ from cs336_systems.chapters.zero.measure import (
     TURNS,
     VARIANTS,
     Case,
-    key_of,
 )
 from cs336_systems.launch.group import Rank
 from cs336_systems.measure.clocks import ranks
@@ -29,9 +31,6 @@ from cs336_systems.measure.counters.collectives import Collectives, beside, link
 from cs336_systems.measure.memory.tensors import watching_tensors
 from cs336_systems.measure.trace.profiler import record_torch
 from cs336_systems.sizes import size
-
-if TYPE_CHECKING:
-    from cs336_systems.chapters.shared.parallel_step import ParallelStep, ParallelWorkload
 
 LINK_STEPS = 3  # over which the bytes on the wire are averaged
 _STEPS_WITH_STATE = 4  # torch's DDP rebuilds its buckets in the second, and may hold old ones in the third
@@ -52,22 +51,20 @@ def _step(work: ParallelWorkload, case: Case) -> Iterator[ParallelStep]:
 
 
 def _workload(case: Case, rank: Rank) -> ParallelWorkload:
-    from cs336_systems.chapters.shared.parallel_step import ParallelWorkload
-
     return ParallelWorkload(size(case.size), case.batch, case.context_length, rank)
 
 
 # ------------------------------------------------------------------------------------------------ memory, on a rank
-def memory_on_a_rank(rank: Rank, cases: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The metrics of one variant's moments by `key_of`, as this rank has them; each context with a model of its own."""
+def memory_on_a_rank(rank: Rank, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The metrics of one variant's moments, as this rank has them; each context with a model of its own."""
     wanted = [Case(**case) for case in cases]
     found = {}
     for context in dict.fromkeys(case.context_length for case in wanted):
         one = next(case for case in wanted if case.context_length == context)
         with _allocator(rank) if rank.device != "cpu" else _tensors() as look:
             moments = _moments(one, rank, look)
-        found |= {key_of(dataclasses.replace(one, moment=moment)): m for moment, m in moments.items()}
-    return {key: found[key] for key in map(key_of, wanted)}
+        found |= {dataclasses.replace(one, moment=moment): metrics for moment, metrics in moments.items()}
+    return [found[case] for case in wanted]
 
 
 Look = Callable[[], dict[str, Any]]
@@ -76,7 +73,6 @@ Look = Callable[[], dict[str, Any]]
 @contextlib.contextmanager
 def _allocator(rank: Rank) -> Iterator[Look]:
     """What the CUDA allocator and the device say, at each call; the peak is that since the call before."""
-    import torch
 
     def look() -> dict[str, Any]:
         torch.cuda.synchronize()
@@ -194,23 +190,23 @@ def _components(work: ParallelWorkload, optimizer_name: str, sent: Collectives) 
 
 
 # ------------------------------------------------------------------------------------------------ times, on a rank
-def times_on_a_rank(rank: Rank, cases: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The metrics of all timed cases by `key_of`: the same on all ranks. A line is printed for each."""
+def times_on_a_rank(rank: Rank, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The metrics of all timed cases: the same on all ranks. A line is printed for each."""
     wanted = [Case(**case) for case in cases]
     contexts = sorted({case.context_length for case in wanted}, reverse=True)
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[Case, dict[str, Any]] = {}
     for context in contexts:
         turn_of = [case for case in wanted if case.context_length == context]
         work = _workload(turn_of[0], rank)
         found |= _times_in_turns(work, turn_of)
         if context == contexts[-1]:  # all has been timed
-            for key, counts in _all_counted(work, turn_of).items():
-                found[key] |= counts
+            for case, counts in _all_counted(work, turn_of).items():
+                found[case] |= counts
         del work
-    return found
+    return [found[case] for case in wanted]
 
 
-def _times_in_turns(work: ParallelWorkload, cases: list[Case]) -> dict[str, dict[str, Any]]:
+def _times_in_turns(work: ParallelWorkload, cases: list[Case]) -> dict[Case, dict[str, Any]]:
     rank, found = work.rank, {}
     clock = RankSteps(
         rank, warmup=SETTLING, steps=STEPS_ON_CPU if rank.device == "cpu" else STEPS, num_rounds=TURNS
@@ -218,7 +214,7 @@ def _times_in_turns(work: ParallelWorkload, cases: list[Case]) -> dict[str, dict
     for case, samples in take_turns({c: functools.partial(_turn, work, c) for c in cases}, clock).items():
         step_ms, tokens = samples.p50("step"), case.world_size * case.batch * case.context_length
         row = {column: value for phase in (*PHASES, "step") for column, value in samples.row(phase).items()}
-        found[key_of(case)] = row | {"tokens_per_s": tokens / step_ms * 1e3} | samples.clocks()
+        found[case] = row | {"tokens_per_s": tokens / step_ms * 1e3} | samples.clocks()
         if rank.rank == 0:
             print(f"context {case.context_length}, {case.variant}: {step_ms:.4g} ms", flush=True)
     return ranks.gathered(found, rank)[0]  # rank 0 reads the clocks
@@ -243,15 +239,15 @@ def _backward(step: ParallelStep) -> Callable[[], None]:
     return backward
 
 
-def _all_counted(work: ParallelWorkload, cases: list[Case]) -> dict[str, dict[str, Any]]:
-    """What each variant sends, by `key_of`. A profiler may leave the host slower: afterwards nothing is timed."""
+def _all_counted(work: ParallelWorkload, cases: list[Case]) -> dict[Case, dict[str, Any]]:
+    """What each variant sends. A profiler may leave the host slower: afterwards nothing is timed."""
     found = {}
     for case in cases:
         if not case.repeat and case.variant != "overlapped":
             with _step(work, case) as step:
                 for _ in range(_STEPS_WITH_STATE - 1):
                     step.run()
-                found[key_of(case)] = _counted(step, work.rank)
+                found[case] = _counted(step, work.rank)
     return found
 
 
