@@ -13,8 +13,9 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 from cs336_systems import accounting
 from cs336_systems.chapters.allreduce.measure import HANDOUT, MB
 from cs336_systems.chapters.hardware.roofs import roofs
+from cs336_systems.chapters.shared.rows import looked_up
 from cs336_systems.report import figures
-from cs336_systems.report.tables import pivot
+from cs336_systems.report.tables import chosen, pivot
 
 NAMES = {"gloo": "Gloo", "nccl": "NCCL"}
 PROCESSES = (2, 4, 6)  # the handout's
@@ -111,16 +112,14 @@ def _line(part: pd.DataFrame) -> accounting.Line | None:
 
 def buckets(rows: pd.DataFrame) -> pd.DataFrame:
     """A bucket's averaging all-reduce over `dist.all_reduce` of as many bytes in the same run, by size."""
-    keys = ["machine", "backend", "world_size", "num_bytes", "run"]
-    bucket = rows[(rows["how"] == "bucket") & (rows["repeat"] == 0) & (rows["status"] == "ok")]
-    first = rows[(rows["how"] == "all_reduce") & (rows["repeat"] == 0) & (rows["status"] == "ok")]
-    both = bucket.merge(first, on=keys, suffixes=("", "_plain")).sort_values(
-        ["backend", "world_size", "num_bytes"]
-    )
+    keys = ["machine", "backend", "world_size", "num_bytes"]
+    first, bucket = (chosen(rows, how=how, repeat=0, status="ok") for how in ("all_reduce", "bucket"))
+    base = looked_up(first, "ms_p50", bucket, [*keys, "run"])
+    both = bucket.assign(ratio=bucket["ms_p50"].astype(float) / base).dropna(subset="ratio")
+    both = both.sort_values(keys[1:]).rename(columns={"world_size": "processes"})
     both = both.assign(
-        ratio=both["ms_p50"].astype(float) / both["ms_p50_plain"].astype(float), backend=both["backend"].map(NAMES),
-        head=[f"{size_name(s)}, ×" for s in both["num_bytes"]], processes=both["world_size"],
-    )  # fmt: skip
+        backend=both["backend"].map(NAMES), head=[f"{size_name(s)}, ×" for s in both["num_bytes"]]
+    )
     heads = [f"{size_name(s)}, ×" for s in sorted(both["num_bytes"].unique())]
     table = pivot(both, ["machine", "backend", "processes"], "head", "ratio")
     return table.reindex(columns=["machine", "backend", "processes", *heads])

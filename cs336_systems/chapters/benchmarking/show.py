@@ -18,7 +18,7 @@ from cs336_systems.chapters.shared.steps import WARM
 from cs336_systems.measure.clocks.turns import each
 from cs336_systems.report import figures
 from cs336_systems.report.prose import Number, Row
-from cs336_systems.report.tables import first_machine, spread
+from cs336_systems.report.tables import chosen, first_machine, spread
 from cs336_systems.sizes import HANDOUT_SIZES, SIZES, size
 
 BATCH = 4
@@ -44,17 +44,14 @@ def primary(rows: pd.DataFrame) -> pd.DataFrame:
 def steps(rows: pd.DataFrame, mode: str = "train_step", **where: object) -> pd.DataFrame:
     """The rows of a mode in fp32, each case once: after a full warm-up, or where these fields have these values. Spring
     2026's largest size is left out."""
-    for field, value in ({"mode": mode, "dtype": "fp32", "warmup": WARM, "repeat": 0} | where).items():
-        rows = rows[rows[field].isin(value if isinstance(value, list) else [value])]
+    rows = chosen(rows, **{"mode": mode, "dtype": "fp32", "warmup": WARM, "repeat": 0} | where)
     return rows[rows["size"] != LATER]
 
 
 # ------------------------------------------------------------------------------------------------ predictions
-def gemm_ms(
-    roof: Roofs, name: str, batch: int, context: int, mode: str = "train_step", dtype: str = "fp32"
-) -> float:
-    """What the GEMMs of a step take at the machine's best measured rate; NaN where that is not known."""
-    return roof.gemm_ms(accounting.model_flops(size(name), batch, context, mode), dtype)
+def gemm_ms(roof: Roofs, name: str, batch: int, context: int) -> float:
+    """What the GEMMs of a step in fp32 take at the machine's best rate measured; NaN where that is not known."""
+    return roof.gemm_ms(accounting.model_flops(size(name), batch, context, "train_step"), "fp32")
 
 
 def forward_gemm_ms(roof: Roofs, name: str, batch: int, context: int, dtype: str = "fp32") -> float:

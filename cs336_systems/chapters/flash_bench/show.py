@@ -101,12 +101,14 @@ def errors(rows: pd.DataFrame) -> pd.DataFrame:
     """The largest error against fp64 of the output (O) and the gradients (grads) over all shapes, a line for each
     dtype, a column for each implementation."""
     rows = rows[(rows["repeat"] == 0) & (rows["status"] == "ok")]
-    keys = ["machine", "dtype"]
-    out = rows[keys].drop_duplicates(ignore_index=True)
-    for metric, head in (("error_out", "O"), ("error_grads", "grads")):
-        for impl, of_impl in rows.groupby("impl", sort=False):
-            worst = of_impl.groupby(keys, sort=False)[metric].max().rename(f"{head} {SHORT.get(impl, impl)}")
-            out = out.merge(worst.astype(float), on=keys, how="left")
+    heads = {"error_out": "O", "error_grads": "grads"}
+    keys, impls = ["machine", "dtype"], rows["impl"].unique()
+    worst = (
+        rows.astype(dict.fromkeys(heads, float)).groupby([*keys, "impl"])[list(heads)].max().unstack("impl")
+    )
+    worst = worst[[(metric, impl) for metric in heads for impl in impls]]
+    worst.columns = [f"{heads[metric]} {SHORT.get(impl, impl)}" for metric, impl in worst.columns]
+    out = rows[keys].drop_duplicates(ignore_index=True).merge(worst.reset_index(), on=keys)
     return out.assign(dtype=out["dtype"].map(figures.label))
 
 

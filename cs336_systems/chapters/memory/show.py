@@ -16,7 +16,7 @@ from cs336_systems.chapters.shared.rows import case_of
 from cs336_systems.measure.memory.timeline import Timeline
 from cs336_systems.report import figures
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
-from cs336_systems.report.tables import in_order, pivot
+from cs336_systems.report.tables import in_order, spread
 from cs336_systems.report.values import Number
 from cs336_systems.sizes import SIZES, ModelConfig, size
 from cs336_systems.store.rows import case_fields
@@ -64,11 +64,12 @@ def peaks(rows: pd.DataFrame) -> pd.DataFrame:
     rows = rows.rename(columns={"context_length": "context"}).assign(**{"pass": rows["mode"].map(PASSES)})
     several = [name for name in ("size", "optimizer") if rows[name].nunique() > 1]
     index = ["machine", *several, "context", "pass"]
-    table = pivot(rows.assign(head=rows["dtype"] + ", GiB"), index, "head", "peak_gib")
-    expected = pivot(rows.assign(head=rows["dtype"] + " predicted"), index, "head", "predicted")
-    for place, head in enumerate(expected.columns[len(index) :]):
-        table.insert(len(index) + 2 * place, head, expected[head])
-    return table
+    table = spread(
+        rows, index, {"predicted": rows["dtype"] + " predicted", "peak_gib": rows["dtype"] + ", GiB"}
+    )
+    return table[
+        [*index, *(f"{dtype}{what}" for dtype in rows["dtype"].unique() for what in (" predicted", ", GiB"))]
+    ]
 
 
 def errors(rows: pd.DataFrame) -> pd.DataFrame:
