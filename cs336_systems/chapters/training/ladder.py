@@ -10,15 +10,12 @@ sequences take on one GPU, launch by launch and as graphs, tells how much of tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from cs336_systems.chapters.shared import depends
 from cs336_systems.chapters.training import trials
 from cs336_systems.store.table import Table
 
-METRICS = trials.METRICS
 DEPENDS = (
     *depends.TRAINING, *depends.FORECAST, *depends.PLAIN, *depends.TRITON, *depends.RANK_CLOCK,
     "chapters/training/trials.py",
@@ -73,14 +70,6 @@ def grid(preset: str) -> list[Case]:
     ]  # fmt: skip
 
 
-def estimate_s(group: Sequence[Case]) -> float:
-    """Seconds that a group takes, roughly."""
-    return trials.estimate_s(group)
-
-
-def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Measures the rungs of one number of ranks."""
-    return trials.measure(cases)
-
-
-TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)
+TABLE = Table(
+    __name__, Case, trials.METRICS, GROUP, grid, trials.measure, DEPENDS, estimate_s=trials.estimate_s
+)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from cs336_systems.chapters.shared import depends
@@ -26,7 +27,6 @@ from cs336_systems.chapters.training.trials import ATTENTIONS, COMPILED_PLAIN
 from cs336_systems.store.table import Table
 from cs336_systems.training.config import COMPILE, DTYPES, MODEL_SIZES, WRAPPERS
 
-METRICS = trials.METRICS
 DEPENDS = (
     *depends.TRAINING, *depends.FORECAST, *depends.ATTENTION,
     *depends.RANK_CLOCK, "chapters/training/trials.py",
@@ -113,16 +113,7 @@ def grid(preset: str) -> list[Case]:
     ]
 
 
-def estimate_s(group: Sequence[Case]) -> float:
-    """Seconds that a group takes, roughly."""
-    return trials.estimate_s(group, ROUNDS)
-
-
-def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Measures the cells of one number of ranks."""
-    return trials.measure(cases, ROUNDS)
-
-
 TABLE = Table(
-    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, choices=CHOICES, estimate_s=estimate_s
-)
+    __name__, Case, trials.METRICS, GROUP, grid, partial(trials.measure, rounds=ROUNDS), DEPENDS, choices=CHOICES,
+    estimate_s=partial(trials.estimate_s, rounds=ROUNDS),
+)  # fmt: skip
