@@ -277,6 +277,18 @@ def test_kernels_make_a_schedule():
     )
 
 
+def test_panels_that_share_their_names_have_bars_beside_them():
+    """On four GPUs `sharded` was not profiled: its place stays empty, and the others keep theirs."""
+    variants, four = ("plain", "sharded", "torch_zero"), {"world_size": 4, "machine": "y"}
+    lines = [*PROFILED, *(timed(v, 20.0) for v in variants)]
+    lines += [line | four for line in PROFILED if line["variant"] != "sharded"]
+    lines += [timed(v, 20.0, **four) for v in variants]
+    two, other = page.schedule_figure(frame(*lines)).axes
+    assert [text.get_text() for text in two.get_yticklabels()] == [page.VARIANTS[v] for v in variants]
+    places = lambda ax: sorted({round(bar.get_y() + 0.35) for bar in ax.patches if bar.get_width()})
+    assert places(two) == [0, 1, 2] and places(other) == [0, 2]
+
+
 def test_traffic_is_counted_and_predicted():
     found = page.traffic(frame(*PROFILED))
     assert found["together, GiB"].tolist() == pytest.approx([WHOLE / GIB, 1.5 * WHOLE / GIB, WHOLE / GIB])

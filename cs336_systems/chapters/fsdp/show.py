@@ -16,7 +16,7 @@ from cs336_systems.chapters.fsdp.measure import HELD, WRAPPERS, trace_path
 from cs336_systems.chapters.shared.rows import looked_up
 from cs336_systems.chapters.shared.timelines import kept, timelines_figure
 from cs336_systems.report import Chapter
-from cs336_systems.report.tables import chosen, in_order, pivot
+from cs336_systems.report.tables import chosen, first_machine, in_order, pivot
 from cs336_systems.sizes import size
 
 GIB = 2**30
@@ -105,9 +105,10 @@ def expected(reduces: pd.DataFrame, tflops: float, contexts: Sequence[int]) -> p
 
 
 def bytes_per_ms(reduces: pd.DataFrame) -> float:
-    """What a GPU sends of the largest all-reduce of two, in bytes for a millisecond; NaN without rows."""
+    """What a GPU sends of the largest all-reduce of two, in bytes for a millisecond, on the first machine that has one;
+    NaN without rows."""
     two = chosen(reduces, world_size=2, backend="nccl", how="all_reduce", repeat=0, status="ok")
-    two = two.sort_values("num_bytes")
+    two = first_machine(two).sort_values("num_bytes")
     if two.empty:
         return math.nan
     return float(two["num_bytes"].iloc[-1]) / float(two["ms_p50"].iloc[-1])  # 2 · (N - 1)/N = 1

@@ -193,6 +193,7 @@ def run_figure(rows: pd.DataFrame) -> Figure:
     """How far training and held-out loss of each run lie above the entropy of its text, over its tokens."""
     rows = rows[rows["valid_losses"].notna()]
     drawn, axes = figures.panels(max(1, len(rows)), height=2.6)
+    several = rows["machine"].nunique() > 1
     if rows.empty:
         figures.nothing(axes[0, 0])
     for ax, row in zip(axes[0], rows.to_dict("records"), strict=False):
@@ -202,7 +203,8 @@ def run_figure(rows: pd.DataFrame) -> Figure:
             million = np.array(each(row[f"{name}_tokens"])) / 1e6
             ax.plot(million, losses - row["floor"], style, label=label, markersize=3)
         figures.plain_ticks(ax.yaxis, 1, 2, 5)
-        ax.set(xlabel="million tokens", title=f"{row['size']}, {row['dtype']}, {row['minutes']:g} min")
+        title = f"{row['size']}, {row['dtype']}, {row['minutes']:g} min"
+        ax.set(xlabel="million tokens", title=title + f" ({row['machine']})" * several)
     axes[0, 0].set_ylabel("loss − entropy, nats a token")
     figures.legend_below(drawn, axes[0, 0])
     return drawn

@@ -176,14 +176,16 @@ def schedule_figure(rows: pd.DataFrame) -> Figure:
     """`kernels` on a time axis: updates by round, the broadcasts under them, and the measured phase."""
     found = kernels(rows)
     teams = list(found.groupby(["GPUs", "machine"]))
+    names = [name for name in VARIANTS if (found["variant"] == name).any()]  # the panels share their axis
     drawn, axes = figures.panels(max(1, len(teams)), height=2.3, sharex=True, sharey=True)
     if not teams:
         figures.nothing(axes[0, 0])
-    for ax, ((gpus, _), part) in zip(axes[0], teams, strict=False):
-        for place, row in enumerate(part.to_dict("records")):
-            _schedule(ax, place, row)
-        ax.set_yticks(range(len(part)), [VARIANTS[v] for v in part["variant"]], fontsize=8)
-        ax.set_title(f"{gpus} GPUs")
+    for ax, ((gpus, machine), part) in zip(axes[0], teams, strict=False):
+        for row in part.to_dict("records"):
+            _schedule(ax, names.index(row["variant"]), row)
+        ax.set_yticks(range(len(names)), [VARIANTS[name] for name in names], fontsize=8)
+        several = found.loc[found["GPUs"] == gpus, "machine"].nunique() > 1
+        ax.set_title(f"{gpus} GPUs" + f" ({machine})" * several)
         ax.set_xlabel("ms")
         ax.grid(axis="y", visible=False)
         ax.margins(x=0.1)
