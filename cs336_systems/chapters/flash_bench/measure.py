@@ -21,13 +21,7 @@ from cs336_systems.accounting import attention_flops
 from cs336_systems.chapters.shared import attention_peers as peers
 from cs336_systems.chapters.shared import depends
 from cs336_systems.measure.clocks.calls import Calls, captured, host_us
-from cs336_systems.measure.clocks.turns import (
-    Candidate,
-    columns,
-    prepared,
-    take_turns,
-    time_together,
-)
+from cs336_systems.measure.clocks.turns import Candidate, columns, prepared, take_turns, time_together
 from cs336_systems.measure.device import comparable, default_device, give_back, peak_gib
 from cs336_systems.store.status import failure_is_a_row
 from cs336_systems.store.table import Table

@@ -125,11 +125,7 @@ def first_call(case: dict[str, Any]) -> dict[str, Any]:
             if device == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
-        metrics |= {
-            "first_call_s": seconds[0],
-            "second_call_ms": 1e3 * seconds[1],
-            "backend": impl.backend,
-        }
+        metrics |= {"first_call_s": seconds[0], "second_call_ms": 1e3 * seconds[1], "backend": impl.backend}
         if device == "cuda" and which.impl in (*OURS, "flex_compiled"):
             metrics["compiled"] = _compiled_kernels()
         if device == "cuda" and which.impl in OURS:

@@ -14,14 +14,7 @@ from typing import TYPE_CHECKING, Any
 from cs336_systems.accounting import attention_flops
 from cs336_systems.chapters.shared import attention_peers as peers
 from cs336_systems.measure.clocks.calls import Calls, captured
-from cs336_systems.measure.clocks.turns import (
-    QUANTILES,
-    Candidate,
-    Samples,
-    columns,
-    prepared,
-    time_together,
-)
+from cs336_systems.measure.clocks.turns import QUANTILES, Candidate, Samples, columns, prepared, time_together
 from cs336_systems.measure.device import default_device, give_back, medians
 
 if TYPE_CHECKING:

@@ -107,10 +107,7 @@ def grid(preset: str) -> list[Case]:
         plain = Case("reference", ALONE, False, **fields)
         return [plain, *cells(("sdpa",), (ALONE, "naive", "in_place", "torch"), both, **fields)]
     others = tuple(name for name in ATTENTIONS if name not in compared)
-    return [
-        *cells((*others, *compared), (ALONE,), (False,)),
-        *cells(compared, WRAPPERS, both, world_size=2),
-    ]
+    return [*cells((*others, *compared), (ALONE,), (False,)), *cells(compared, WRAPPERS, both, world_size=2)]
 
 
 TABLE = Table(
