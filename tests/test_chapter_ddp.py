@@ -108,7 +108,7 @@ def test_memory_that_runs_out_together_sends_each_alone(monkeypatch):
             raise RuntimeError("rank 0 of 2: OutOfMemoryError: CUDA out of memory")
         return [{"step_ms_p50": 1.0}]
 
-    monkeypatch.setattr(ddp, "_launched", launched)
+    monkeypatch.setattr(ddp, "_launch", lambda function, cases: [launched(cases)])
     found = list(ddp.run_group([case(), case(wrapper="flat")]))
     assert calls == [2, 1, 1] and found == [{"step_ms_p50": 1.0}, {"status": "oom"}]
 
@@ -118,7 +118,7 @@ def test_a_rank_that_fails_is_an_error_in_all_rows(monkeypatch, capsys):
     def launched(cases):
         raise LaunchError("rank 1 of 2: signal SIGKILL\nwhat it said", 1)
 
-    monkeypatch.setattr(ddp, "_launched", launched)
+    monkeypatch.setattr(ddp, "_launch", lambda function, cases: [launched(cases)])
     assert (
         list(ddp.run_group([case(), case()]))
         == [{"status": "error: LaunchError: rank 1 of 2: signal SIGKILL"}] * 2

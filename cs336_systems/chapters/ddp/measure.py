@@ -156,7 +156,7 @@ def run_group(cases: list[Case]) -> Iterator[dict[str, Any]]:
         if cases[0].kind == "trace":
             yield from _traced(cases)
         else:
-            yield from _launched(cases)
+            yield from _launch("time_on_rank", cases)[0]
         return
     if failed.get("status") != "oom" or len(cases) == 1:
         yield from (dict(failed) for _ in cases)
@@ -183,10 +183,6 @@ def _refuse(case: Case) -> None:
     free = machine.free_memory_bytes("cpu")
     if free is not None and needed > free:
         raise Skip(f"needs about {needed / 2**30:.1f} GiB of memory; {free / 2**30:.1f} GiB are free")
-
-
-def _launched(cases: list[Case]) -> list[dict[str, Any]]:
-    return _launch("time_on_rank", cases)[0]
 
 
 def _launch(function: str, cases: list[Case], **arguments: Any) -> list[Any]:
@@ -304,10 +300,10 @@ def _with_torch(cases: list[Case]) -> tuple[list[list[list[Overlap]]], str]:
     return found, torch.__version__.split("+")[0]
 
 
-def _report_folder(root: Path | None = None) -> Path:
+def _report_folder() -> Path:
     """Where whole reports stay: `$CS336_TRACES`, else `_build/ddp` beside the results folder."""
     named = os.environ.get("CS336_TRACES")
-    return Path(named) if named else (root or store.results_root()).resolve().parent / "_build" / "ddp"
+    return Path(named) if named else store.results_root().resolve().parent / "_build" / "ddp"
 
 
 def _trace_metrics(by_rank: list[list[Overlap]]) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from cs336_systems.measure.clocks.ranks import RankSteps
 from cs336_systems.measure.clocks.turns import Phases, take_turns
 from cs336_systems.measure.device import give_back
 from cs336_systems.measure.trace import overlap, profiler
-from cs336_systems.measure.trace.events import Kernel, Range, Trace, union_ns
-from cs336_systems.measure.trace.kernels import COMMUNICATION, class_of
+from cs336_systems.measure.trace.events import Trace
+from cs336_systems.measure.trace.overlap import communicates, spans_of, union_of_ns
 from cs336_systems.model import build
 from cs336_systems.parallel.ddp import InPlaceDDP
 from cs336_systems.parallel.fsdp import FullyShardedDataParallel
@@ -219,11 +219,11 @@ def exposed(trace: Trace, step: int) -> dict[str, float]:
     late = [_alone_ns([(a, b)], computed, a, b) > _LATE_NS for a, b in gathers]
     return {
         "traced_ms": (end - whole.start_ns) / 1e6,
-        "communication_ms": _union_ns(sent) / 1e6,
+        "communication_ms": union_of_ns(sent) / 1e6,
         "exposed_ms": sum(alone),
         **{f"{name}_exposed_ms": ms for name, ms in zip(("forward", "backward", "rest"), alone, strict=True)},
         "forward_gathers": len(gathers),
-        "forward_gather_ms": _union_ns(gathers) / 1e6,
+        "forward_gather_ms": union_of_ns(gathers) / 1e6,
         "forward_late": sum(late),
     }
 
@@ -236,26 +236,14 @@ def _lanes(trace: Trace, index: int, word: str = "") -> tuple[Spans, Spans]:
     stream in which most does, since the others only prepare messages."""
     whole = trace.ranges[index]
     kernels = [trace.kernels[i] for i in trace.owned(index)]
-    rest = [k for k in kernels if not _sends(k)]
+    rest = [k for k in kernels if not communicates(k)]
     if trace.source == "torch-cpu":  # Gloo's threads communicate; operators only ask for it
         within = [r for r in trace.ranges if whole.start_ns <= r.start_ns < whole.end_ns]
         named = [r for r in within if r.name.startswith("gloo:") and word.lower() in r.name.replace("_", "")]
-        return _spans(named), _spans(rest)
+        return spans_of(named), spans_of(rest)
     [(main, _)] = Counter(k.stream for k in rest).most_common(1) or [(None, 0)]
-    sent = (k for k in kernels if _sends(k) and word in k.name)
-    return _spans(sent), _spans(k for k in rest if k.stream == main)
-
-
-def _sends(kernel: Kernel) -> bool:
-    return class_of(kernel.name) == COMMUNICATION or kernel.name.startswith("c10d::")
-
-
-def _spans(found: Iterable[Kernel | Range]) -> Spans:
-    return sorted((one.start_ns, one.end_ns) for one in found)
-
-
-def _union_ns(spans: Spans) -> int:
-    return union_ns([start for start, _ in spans], [end for _, end in spans])
+    sent = (k for k in kernels if communicates(k) and word in k.name)
+    return spans_of(sent), spans_of(k for k in rest if k.stream == main)
 
 
 def _alone_ns(sent: Spans, computed: Spans, begin: int, end: int) -> int:
@@ -263,4 +251,4 @@ def _alone_ns(sent: Spans, computed: Spans, begin: int, end: int) -> int:
     cut = [
         [(max(a, begin), min(b, end)) for a, b in lane if a < end and b > begin] for lane in (sent, computed)
     ]
-    return _union_ns(cut[0] + cut[1]) - _union_ns(cut[1])
+    return union_of_ns(cut[0] + cut[1]) - union_of_ns(cut[1])

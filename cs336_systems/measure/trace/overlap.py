@@ -66,54 +66,56 @@ def overlap(trace: Trace, range_name: str, phases: Sequence[str] = ()) -> list[O
 def _one(trace: Trace, index: int, phases: Sequence[str]) -> Overlap:
     whole = trace.ranges[index]
     owned = [trace.kernels[i] for i in trace.owned(index)]
-    sent = _spans(kernel for kernel in owned if _communicates(kernel))
+    sent = spans_of(kernel for kernel in owned if communicates(kernel))
     if trace.source == "torch-cpu":  # there, operators only issue communication
-        sent = _spans(
+        sent = spans_of(
             r for r in trace.ranges
             if r.process == whole.process and r.name.startswith(_CPU_COMMUNICATION)
             and whole.start_ns <= r.start_ns < whole.end_ns
         )  # fmt: skip
-    computed = _spans(kernel for kernel in owned if not _communicates(kernel))
+    computed = spans_of(kernel for kernel in owned if not communicates(kernel))
     of_phases: dict[str, list[Kernel]] = {}
     for i, inner in enumerate(trace.ranges):
         if trace.parents[i] == index and inner.name in phases:  # perhaps again, where gradients add up
             mine = (trace.kernels[k] for k in trace.owned(i))
-            of_phases.setdefault(inner.name, []).extend(k for k in mine if not _communicates(k))
+            of_phases.setdefault(inner.name, []).extend(k for k in mine if not communicates(k))
     end = max([whole.end_ns, *(end for _, end in computed), *(end for _, end in sent)])
     closed = (end - whole.start_ns) // PIECES
     return Overlap(
         source=trace.source,
         length_ms=(end - whole.start_ns) / 1e6,
-        communication_ms=_union_ns(sent) / 1e6,
-        compute_ms=_union_ns(computed) / 1e6,
+        communication_ms=union_of_ns(sent) / 1e6,
+        compute_ms=union_of_ns(computed) / 1e6,
         overlap_ms=_both_ms(sent, computed),
-        backward_overlap_ms=_both_ms(sent, _spans(of_phases.get("backward", ()))),
+        backward_overlap_ms=_both_ms(sent, spans_of(of_phases.get("backward", ()))),
         collectives=len(sent),
         phases=tuple(
             (name, spans[0][0] - whole.start_ns, max(end for _, end in spans) - spans[0][0])
-            for name, spans in ((name, _spans(mine)) for name, mine in of_phases.items() if mine)
+            for name, spans in ((name, spans_of(mine)) for name, mine in of_phases.items() if mine)
         ),
         compute=merged(computed, whole.start_ns, closed),
         communication=merged(sent, whole.start_ns, closed),
     )
 
 
-def _communicates(kernel: Kernel) -> bool:
+def communicates(kernel: Kernel) -> bool:
+    """Whether a kernel, or on a CPU an operator, sends or receives."""
     return kernel.name.startswith(("c10d::", "gloo:", "nccl")) or class_of(kernel.name) == COMMUNICATION
 
 
-def _spans(found: Iterable[Kernel | Range]) -> list[tuple[int, int]]:
+def spans_of(found: Iterable[Kernel | Range]) -> list[tuple[int, int]]:
     """Start and end of each, by start."""
     return sorted((one.start_ns, one.end_ns) for one in found)
 
 
-def _union_ns(spans: Sequence[tuple[int, int]]) -> int:
+def union_of_ns(spans: Sequence[tuple[int, int]]) -> int:
+    """The time in which any of them is running."""
     return union_ns([start for start, _ in spans], [end for _, end in spans])
 
 
 def _both_ms(a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]]) -> float:
     """The time in which an interval of both is running: |A| + |B| - |A ∪ B|."""
-    return (_union_ns(a) + _union_ns(b) - _union_ns([*a, *b])) / 1e6
+    return (union_of_ns(a) + union_of_ns(b) - union_of_ns([*a, *b])) / 1e6
 
 
 def merged(spans: Sequence[tuple[int, int]], zero: int, gap: int) -> Intervals:
