@@ -57,29 +57,25 @@ def predicted_tokens_per_s(row: Any, roof: Roofs) -> float:
 
 
 def climbed(rows: pd.DataFrame, roof: dict[str, Roofs]) -> pd.DataFrame:
-    """The ladder's rows in order, without repetitions, with `predicted` tokens/s, `predicted_gib` and `gain` over the
-    rung before in the same run."""
+    """The ladder's rows in order, without repetitions, with `predicted` tokens/s and `gain` over the rung before in the
+    same run."""
     rows = tables.in_order(rows[rows["repeat"] == 0], ["world_size", "rung"], RUNGS)
     before = rows.groupby(["machine", "world_size"])["tokens_per_s"].shift()
     same = rows["run"] == rows.groupby(["machine", "world_size"])["run"].shift()
     return rows.assign(
         predicted=[predicted_tokens_per_s(row, roof.get(row.machine, Roofs())) for row in rows.itertuples()],
-        predicted_gib=[
-            trials.predicted_gib(case_of(ladder_experiment.TABLE, row)) for row in rows.itertuples()
-        ],
         gain=(rows["tokens_per_s"].astype(float) / before.astype(float)).where(same),
     )
 
 
 def ladder(rows: pd.DataFrame, roof: dict[str, Roofs]) -> pd.DataFrame:
-    """Each rung: throughput predicted and measured, MFU, memory predicted and measured, seconds of the first step."""
+    """Each rung: throughput predicted and measured, gain, MFU, memory, seconds of the first step."""
     rows = climbed(rows, roof)
     return pd.DataFrame({
         "machine": rows["machine"], "GPUs": rows["world_size"], "rung": rows["rung"].map(RUNGS),
         "predicted, 1,000 tokens/s": rows["predicted"] / 1e3, "measured, 1,000 tokens/s": rows["tokens_per_s"] / 1e3,
-        "step, ms": rows["step_ms_p50"], "gain, ×": rows["gain"],
-        "MFU, %": 100 * rows["mfu"], "predicted, GiB": rows["predicted_gib"].astype(float),
-        "peak, GiB": rows["peak_gib"], "first step, s": rows["first_step_s"],
+        "gain, ×": rows["gain"], "MFU, %": 100 * rows["mfu"], "peak, GiB": rows["peak_gib"],
+        "first step, s": rows["first_step_s"],
     })  # fmt: skip
 
 
