@@ -102,6 +102,12 @@ def panels(
     return figure, axes
 
 
+def panel(height: float, **options: Any) -> tuple[Figure, Axes]:
+    """A figure of one panel, as `panels` makes it."""
+    figure, axes = panels(height=height, **options)
+    return figure, axes[0, 0]
+
+
 def nothing(ax: Axes) -> None:
     """Says in an empty plot why it is empty."""
     ax.text(0.5, 0.5, "not measured", transform=ax.transAxes, ha="center", va="center", color="#6b6b6b")

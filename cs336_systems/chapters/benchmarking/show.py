@@ -127,8 +127,7 @@ def contexts_figure(rows: pd.DataFrame, roofs: Mapping[str, Roofs]) -> Figure:
     """A training step over the context length, a line for each size; dotted: its GEMMs at the best rate."""
     rows = first_machine(steps(rows))
     rows = rows.assign(ms=rows["step_ms_p50"].astype(float))
-    figure, axes = figures.panels(height=2.6)
-    ax = axes[0, 0]
+    figure, ax = figures.panel(height=2.6)
     figures.lines(ax, rows, "context_length", "ms", "size", log_y=True)
     for line, (name, part) in zip(
         ax.get_lines(), rows.dropna(subset="ms").groupby("size", sort=False), strict=True
@@ -181,12 +180,12 @@ def cold_figure(rows: pd.DataFrame) -> Figure:
         for number, ms in enumerate(each(row["step_ms_each"]), 1)
     ]
     frame = pd.DataFrame(drawn, columns=["size", "number", "ms"])
-    figure, axes = figures.panels(height=2.1)
-    figures.lines(axes[0, 0], frame, "number", "ms", "size", log_y=True, binary_x=False)
-    axes[0, 0].set(xlabel="step of a fresh process", ylabel="forward + backward, ms")
+    figure, ax = figures.panel(height=2.1)
+    figures.lines(ax, frame, "number", "ms", "size", log_y=True, binary_x=False)
+    ax.set(xlabel="step of a fresh process", ylabel="forward + backward, ms")
     if len(frame):
-        axes[0, 0].set_xticks(sorted(set(frame["number"])))
-    _legend(figure, axes[0, 0])
+        ax.set_xticks(sorted(set(frame["number"])))
+    _legend(figure, ax)
     return figure
 
 

@@ -178,8 +178,7 @@ def schematic() -> Figure:
         "overlapped": [(i + 1, width, str(n)) for i, n in enumerate(layers)],
         "bucketed": [(i + 2, 2 * width - 0.1, f"{n}, {n - 1}") for i, n in enumerate(layers) if i % 2 == 0],
     }
-    figure, axes = figures.panels(height=1.65, phone=6)
-    ax = axes[0, 0]
+    figure, ax = figures.panel(height=1.65, phone=6)
     for place, blocks in enumerate(sent.values()):
         y, end = 2.4 * place, sum(blocks[-1][:2])
         bars = [(y, "backward", i, 1, str(n)) for i, n in enumerate(layers)]

@@ -100,8 +100,7 @@ def roofline_points(chapter: Chapter) -> pd.DataFrame:
 
 def roofline_figure(points: pd.DataFrame, roof: Roofs) -> Figure:
     """The roofline of the machine in bf16, and the kernels of `roofline_points` below it."""
-    figure, axes = figures.panels(height=2.6)
-    ax = axes[0, 0]
+    figure, ax = figures.panel(height=2.6)
     peak, memory = roof.tflops.get("bf16"), roof.tb_per_s
     if points.empty or not peak or not memory:
         figures.nothing(ax)

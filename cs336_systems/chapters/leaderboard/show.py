@@ -137,8 +137,7 @@ def ladder_figure(rows: pd.DataFrame, part: str) -> Figure:
     """A bar for each step's time, with its gain (and over which step, unless it is the one above), a mark where it was
     expected, the least time of the slowest unit."""
     frame = ladder(rows, part)
-    drawn, axes = figures.panels(height=0.7 + 0.165 * len(frame))
-    ax = axes[0, 0]
+    drawn, ax = figures.panel(height=0.7 + 0.165 * len(frame))
     for place, (step, (_, row)) in enumerate(zip(steps.of_part(part), frame.iterrows(), strict=True)):
         kind = "hopper" if "hopper" in step.name else "production" if "production" in step.name else "own"
         ms, expected, gain, base = row["ms"], row["expected, ms"], row["gain"], row["from"]
@@ -165,8 +164,7 @@ def schedule_figure() -> Figure:
     """Warp specialization: a producer warp and two groups of a forward program, time to the right. While one group
     computes a softmax, the other one multiplies. A drawing: no numbers."""
     colors = {"load": "#b9c4cc", "matmuls": "#0072B2", "softmax": "#E69F00"}
-    drawn, axes = figures.panels(height=1.25, phone=6)
-    ax = axes[0, 0]
+    drawn, ax = figures.panel(height=1.25, phone=6)
     loads = [(0, "$Q, K_0$"), (0.6, "$K_1, V_0$"), (2.15, "$K_2, V_1$"), (4.15, "$K_3, V_2$")]
     bars = [(0, "load", start, 0.55, text) for start, text in loads]
     for lane in (1, 2):
@@ -308,14 +306,11 @@ def shapes_figure(rows: pd.DataFrame) -> Figure:
     """Our time over the best peer's, a line for each shape, a dot for each pass; gray: within the least
     noise. Of shapes whose best peer takes LEAST_MS or longer, on the first machine."""
     found = first_machine(_counted(rows))
-    drawn, axes = figures.panels(
-        height=0.6 if found.empty else 0.8 + 0.155 * max(4, found["shape"].nunique())
-    )
-    ax = axes[0, 0]
+    names = list(dict.fromkeys(found["shape"]))
+    drawn, ax = figures.panel(height=0.8 + 0.155 * max(4, len(names)) if names else 0.6)
     if found.empty:
         figures.nothing(ax)
         return drawn
-    names = list(dict.fromkeys(found["shape"]))
     ax.axvspan(1 / (1 + LEAST_NOISE), 1 + LEAST_NOISE, color="#eeeeee", zorder=1)
     ax.axvline(1, color=figures.ROOF, lw=1, zorder=2)
     for part, marker, face, off in (("forward", "o", "#0072B2", -0.14), ("backward", "D", "white", 0.14)):
@@ -361,8 +356,8 @@ def models_figure(rows: pd.DataFrame) -> Figure:
     first machine."""
     frame = first_machine(models_table(rows))
     if frame.empty:
-        drawn, axes = figures.panels(height=0.6)
-        figures.nothing(axes[0, 0])
+        drawn, ax = figures.panel(height=0.6)
+        figures.nothing(ax)
         return drawn
     lines = frame[["kind", "shape"]].drop_duplicates()
     widths = {"width_ratios": (len(models.IMPLS) + 1, len(models.IMPLS))}  # FlashAttention-3 has no backward

@@ -177,8 +177,7 @@ def all_steps(rows: pd.DataFrame) -> pd.DataFrame:
 
 def blocks_figure(rows: pd.DataFrame) -> Figure:
     """Wall time of a training step for each block of the model, by size: flat where launches set the pace."""
-    figure, axes = figures.panels(height=2.0)
-    ax = axes[0, 0]
+    figure, ax = figures.panel(height=2.0)
     rows = rows[(rows["mode"] == "train_step") & (rows["repeat"] == 0) & (rows["status"] == "ok")]
     rows = tables.first_machine(rows)
     names = [name for name in SIZES if name in set(rows["size"])]

@@ -84,8 +84,7 @@ def ladder_figure(rows: pd.DataFrame, roof: dict[str, Roofs]) -> Figure:
     rows = climbed(rows, roof)
     rows = rows[rows["tokens_per_s"].notna() & ~((rows["rung"] == "flash") & (rows["world_size"] > 1))]
     rows = rows.drop_duplicates("rung")
-    drawn, axes = figures.panels(height=2.6)
-    ax = axes[0, 0]
+    drawn, ax = figures.panel(height=2.6)
     if rows.empty:
         figures.nothing(ax)
         return drawn

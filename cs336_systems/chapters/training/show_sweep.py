@@ -73,8 +73,7 @@ def heat(rows: pd.DataFrame) -> Figure:
     """How many times as fast as plain attention each implementation is, forward, on each shape; of one machine."""
     rows = tables.first_machine(ordered(rows))
     rows = rows[(rows["repeat"] == 0) & (rows["attention"] != PLAIN)]
-    drawn, axes = figures.panels(height=0.9 + 0.3 * rows["attention"].nunique())
-    ax = axes[0, 0]
+    drawn, ax = figures.panel(height=0.9 + 0.3 * rows["attention"].nunique())
     ax.set_title("forward, speed over plain attention's")
     if rows["plain"].isna().all():
         figures.nothing(ax)
