@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 from distributed import run  # noqa: E402
 
 from cs336_systems.chapters.parallelism import equations, layer  # noqa: E402
-from cs336_systems.chapters.parallelism.accounting import OVERLAPS  # noqa: E402
-from cs336_systems.chapters.parallelism.layer import DEVICES, Device, Layer  # noqa: E402
+from cs336_systems.chapters.parallelism.accounting import OVERLAPS, Chip  # noqa: E402
+from cs336_systems.chapters.parallelism.layer import DEVICES, Layer  # noqa: E402
 
 B, D, F = 24, 12, 48
 LAYER = Layer(B, D, F)
@@ -123,11 +123,13 @@ def test_bounds_are_where_the_times_are_equal():
     device, big = DEVICES["H100"], Layer(100_000, 4096, 11008)
     compute = lambda part, n: big.flops(part, n) / device.flops
     n = layer.data_parallel_limit(big, device)
-    assert layer.data_parallel_bytes(big, n) / device.bytes_per_s == pytest.approx(compute("backward", n))
+    assert layer.data_parallel_bytes(big, n) / device.axis_bytes_per_s == pytest.approx(
+        compute("backward", n)
+    )
     for part in layer.PARTS:
-        assert layer.fsdp_bytes(big, part, n) / device.bytes_per_s == pytest.approx(compute(part, n))
+        assert layer.fsdp_bytes(big, part, n) / device.axis_bytes_per_s == pytest.approx(compute(part, n))
         most = layer.tensor_limit(big, device, part)
-        assert layer.tensor_bytes(big, most) / device.bytes_per_s == pytest.approx(compute(part, most))
+        assert layer.tensor_bytes(big, most) / device.axis_bytes_per_s == pytest.approx(compute(part, most))
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
@@ -138,10 +140,9 @@ def test_bounds_are_where_the_times_are_equal():
 def test_no_split_of_a_grid_has_more_devices_than_the_bound(device, big, overlap):
     most, fsdp, tensor = layer.grid_limit(big, device, overlap)
     assert most == pytest.approx(fsdp * tensor) and min(fsdp, tensor) >= 1
-    bound = lambda x, y: (
-        layer.grid_seconds(big, device, x, y, overlap)
-        <= big.flops("forward", x * y) / device.flops * (1 + 1e-9)
-    )
+    taken = {"together": max, "in turn": sum}[overlap]
+    sent = lambda x, y: taken(n / device.axis_bytes_per_s for n in layer.grid_bytes(big, x, y))
+    bound = lambda x, y: sent(x, y) <= big.flops("forward", x * y) / device.flops * (1 + 1e-9)
     assert bound(fsdp, tensor)
     for share in (0.3, 0.7, 0.9, 1.1, 1.5, 3):
         x, y = max(1.0, fsdp * share), max(1.0, tensor / share)
@@ -150,7 +151,7 @@ def test_no_split_of_a_grid_has_more_devices_than_the_bound(device, big, overlap
 
 
 def test_one_device_sends_nothing_and_is_within_every_bound():
-    slow = Device(1e15, 1.0)
+    slow = Chip(1e15, 1.0, 1.0)
     assert layer.ring_bytes(7, 1) == layer.alternate_all_reduce_bytes(7, 1) == 0
     assert layer.data_parallel_limit(LAYER, slow) == pytest.approx(1)
     assert (

@@ -1,9 +1,10 @@
 """One gated feed-forward layer over N devices, as the calculations of spring 2026 ask for it: FLOPs, bytes, bounds.
 
 y = (f(x W₁) ∗ (x W₂)) W₃, x (B, D), W₁ and W₂ (D, F), W₃ (F, D), two bytes a number. A device does C FLOP/s and sends
-W bytes/s. Collectives go around a ring: an all-gather of S bytes, or a reduce-scatter, takes (N - 1)/N · S/W, an
-all-reduce both. Communication overlaps compute, so a bound is where their times are equal. All bounds are exact: N = 1
-communicates nothing and is within each. `equations` runs these layers and counts what they send.
+W bytes/s (a `Chip`'s `flops` and `axis_bytes_per_s`). Collectives go around a ring: an all-gather of S bytes, or a
+reduce-scatter, takes (N - 1)/N · S/W, an all-reduce both. Communication overlaps compute, so a bound is where their
+times are equal. All bounds are exact: N = 1 communicates nothing and is within each. `equations` runs these layers and
+counts what they send.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from cs336_systems.accounting.hardware import peaks
 from cs336_systems.accounting.model import check_choice
 from cs336_systems.accounting.operations import check_sizes
-from cs336_systems.chapters.parallelism.accounting import OVERLAPS, TPU_V5P
+from cs336_systems.chapters.parallelism.accounting import OVERLAPS, TPU_V5P, Chip
 
 BYTES = 2  # of a number
 MATRICES = 3  # of a layer
@@ -22,31 +23,15 @@ PARTS = {"forward": 1, "backward": 2}
 """Part of a step → FLOPs in units of a forward pass, 6·B·D·F: backward has two matmuls for each of forward's."""
 
 
-@dataclass(frozen=True)
-class Device:
-    """flops: C, dense FLOP/s in bf16. bytes_per_s: W, what it sends."""
-
-    flops: float
-    bytes_per_s: float
-
-    def __post_init__(self) -> None:
-        check_sizes(**vars(self))
-
-    @property
-    def alpha(self) -> float:
-        """C / W: the FLOPs of the time in which one byte is sent."""
-        return self.flops / self.bytes_per_s
-
-
-def _gpu(name: str) -> Device:
+def _gpu(name: str) -> Chip:
     sheet = peaks(name)
     assert sheet is not None and sheet.nvlink_one_way_gb_per_s is not None, name
-    return Device(sheet.tflops["bf16"] * 1e12, sheet.nvlink_one_way_gb_per_s * 1e9)
+    return Chip(sheet.tflops["bf16"] * 1e12, sheet.nvlink_one_way_gb_per_s * 1e9, sheet.tb_per_s * 1e12)
 
 
 DEVICES = {
     "H100": _gpu("NVIDIA H100 80GB HBM3"), "H200": _gpu("NVIDIA H200"), "B200": _gpu("NVIDIA B200"),
-    "TPU v5p": Device(TPU_V5P.flops, TPU_V5P.axis_bytes_per_s),
+    "TPU v5p": TPU_V5P,
 }  # fmt: skip
 """GPUs by their data sheets, NVLink one way; the TPU along one axis of its mesh."""
 
@@ -114,28 +99,21 @@ def grid_bytes(layer: Layer, fsdp: float, tensor: float) -> tuple[float, float]:
     )
 
 
-def grid_seconds(layer: Layer, device: Device, fsdp: float, tensor: float, overlap: str) -> float:
-    """Communication of a forward pass: the longer of its two times ("together"), or their sum ("in turn")."""
-    check_choice("overlap", overlap, OVERLAPS)
-    times = [num_bytes / device.bytes_per_s for num_bytes in grid_bytes(layer, fsdp, tensor)]
-    return max(times) if overlap == "together" else sum(times)
-
-
 # ------------------------------------------------------------------------------------------------------ bounds
-def data_parallel_limit(layer: Layer, device: Device) -> float:
+def data_parallel_limit(layer: Layer, device: Chip) -> float:
     """The most devices of which communication takes no longer than compute: 1 + B/α. Backward of data parallelism, and
     both passes of FSDP: FLOPs and bytes double together."""
     return 1 + layer.tokens / device.alpha
 
 
-def tensor_limit(layer: Layer, device: Device, part: str) -> float:
+def tensor_limit(layer: Layer, device: Chip, part: str) -> float:
     """The same for tensor parallelism: 1 + 3F/(2α) forward and, with twice the FLOPs for the same bytes, 1 + 3F/α
     backward."""
     check_choice("part", part, tuple(PARTS))
     return 1 + PARTS[part] * MATRICES * layer.d_ff / (2 * device.alpha)
 
 
-def grid_limit(layer: Layer, device: Device, overlap: str) -> tuple[float, float, float]:
+def grid_limit(layer: Layer, device: Chip, overlap: str) -> tuple[float, float, float]:
     """(N, X, Y): the most devices of a grid, and their best split, of which a forward pass is compute-bound.
 
     Together, each axis has its own bound and N = (1 + B/α)·(1 + 3F/(2α)). In turn, 6F(X - 1) + 4B(Y - 1) ≤ 6BF/α: the
