@@ -41,7 +41,7 @@ def link_gb_per_s(rows: pd.DataFrame) -> float:
 # ------------------------------------------------------------------------------------------------------------- tables
 def plain(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of `all_reduce`, each case once, smallest first, with the backend's name."""
-    rows = rows[(rows["how"] == "all_reduce") & (rows["repeat"] == 0)]
+    rows = chosen(rows, how="all_reduce", repeat=0)
     rows = rows.sort_values(["backend", "world_size", "num_bytes"], kind="stable")
     return rows.assign(backend=rows["backend"].map(NAMES)).rename(columns={"world_size": "processes"})
 
@@ -154,7 +154,7 @@ def time_figure(rows: pd.DataFrame) -> Figure:
         color, marker = _LOOKS[backend.lower()][seen.get(backend, 0) % 3]
         seen[backend] = seen.get(backend, 0) + 1
         xs = part["num_bytes"].to_numpy(float)
-        same = sets[(sets["backend"] == backend) & (sets["processes"] == n)]
+        same = chosen(sets, backend=backend, processes=n)
         label = f"{backend}, {n}" + f" ({machine})" * (same["machine"].nunique() > 1)
         axes[0, 0].plot(xs, part["ms_p50"].to_numpy(float), marker, color=color, label=label, zorder=3)
         axes[0, 1].plot(xs, part["bus_gb_per_s"].to_numpy(float), marker + "-", lw=1, color=color, zorder=3)

@@ -83,7 +83,7 @@ def kernel_floors(row: Any, part: str, found: Mapping[str, Roofs]) -> pd.Series:
 # ------------------------------------------------------------------------------------------------- frames
 def times(rows: pd.DataFrame) -> pd.DataFrame:
     """Median ms of plain attention on the whole GPU: a line for each dtype, pass and d, a column for each length."""
-    chosen = rows[(rows["impl"] == PLAIN) & (rows["cap_gib"] == 0) & (rows["repeat"] == 0)]
+    chosen = tables.chosen(rows, impl=PLAIN, cap_gib=0, repeat=0)
     both = [chosen.assign(**{"pass": part, "ms": chosen[f"{part}_ms_p50"]}) for part in PARTS]
     long = pd.concat(both).rename(columns={"head_dim": "d"})
     long = tables.in_order(long, ["dtype", "pass", "d", "seq_len"], BYTES, PARTS)
@@ -93,7 +93,7 @@ def times(rows: pd.DataFrame) -> pd.DataFrame:
 def before_backward(rows: pd.DataFrame) -> pd.DataFrame:
     """GiB in use before the backward pass of plain attention, or that a pass ran out of memory: a line for each dtype,
     cap and d, a column for each length."""
-    chosen = rows[(rows["impl"] == PLAIN) & (rows["repeat"] == 0)]
+    chosen = tables.chosen(rows, impl=PLAIN, repeat=0)
     chosen = tables.in_order(chosen, ["dtype", "cap_gib", "head_dim", "seq_len"], BYTES)
     chosen = chosen.assign(
         d=chosen["head_dim"],
@@ -106,8 +106,8 @@ def before_backward(rows: pd.DataFrame) -> pd.DataFrame:
 def peaks(rows: pd.DataFrame, head_dim: int, seq_len: int, dtype: str, cap_gib: int) -> pd.DataFrame:
     """GiB before backward and at the peak, predicted and measured, of each implementation at one shape; and the peak
     under a cap, or that it ran out of memory."""
-    shape = (rows["head_dim"] == head_dim) & (rows["seq_len"] == seq_len) & (rows["dtype"] == dtype)
-    chosen = rows[shape & rows["cap_gib"].isin([0, cap_gib]) & (rows["repeat"] == 0)]
+    shape = {"head_dim": head_dim, "seq_len": seq_len, "dtype": dtype}
+    chosen = tables.chosen(rows, **shape, cap_gib=[0, cap_gib], repeat=0)
     names = {0: "peak", cap_gib: f"peak, cap {cap_gib} GiB"}
     chosen = chosen.assign(
         implementation=chosen["impl"].map(label),
@@ -138,7 +138,7 @@ def misses(rows: pd.DataFrame) -> pd.Series:
 def floors(rows: pd.DataFrame, found: Mapping[str, Roofs]) -> pd.DataFrame:
     """Every pass on the whole GPU: least ms of its GEMMs and of softmax and scaling by its machine's roofs, the sum,
     the measured median, and that over the sum. (For ours, GEMMs are not separated from the rest.)"""
-    chosen = rows[(rows["cap_gib"] == 0) & (rows["repeat"] == 0)]
+    chosen = tables.chosen(rows, cap_gib=0, repeat=0)
     out = []
     for row in chosen.itertuples():
         for part in PARTS:
@@ -154,7 +154,7 @@ def floors(rows: pd.DataFrame, found: Mapping[str, Roofs]) -> pd.DataFrame:
 def without_scores(rows: pd.DataFrame, seq_len: int) -> pd.DataFrame:
     """Median ms of plain attention and of ours at one length, forward (F) and backward (B), and the speedup, of one
     run."""
-    chosen = rows[(rows["seq_len"] == seq_len) & (rows["cap_gib"] == 0) & (rows["repeat"] == 0)]
+    chosen = tables.chosen(rows, seq_len=seq_len, cap_gib=0, repeat=0)
     keys = ["machine", "dtype", "head_dim"]
     plain, ours = (chosen[chosen["impl"] == impl].set_index(keys) for impl in (PLAIN, OURS))
     out, together = {}, plain["run"] == ours["run"].reindex(plain.index)
@@ -168,7 +168,7 @@ def without_scores(rows: pd.DataFrame, seq_len: int) -> pd.DataFrame:
 
 def handout(rows: pd.DataFrame, cap_gib: int) -> pd.DataFrame:
     """Plain attention by dtype and shape: mean ms of both passes, memory, and what becomes of it under a cap."""
-    plain = rows[(rows["impl"] == "reference") & (rows["repeat"] == 0)]
+    plain = tables.chosen(rows, impl="reference", repeat=0)
     shape = ["machine", "dtype", "head_dim", "seq_len"]
     capped = plain[plain["cap_gib"] == cap_gib].set_index(shape)
     whole = plain[plain["cap_gib"] == 0]

@@ -72,7 +72,7 @@ def strategies(rows: pd.DataFrame, attention: str = "") -> pd.DataFrame:
 def depth_figure(rows: pd.DataFrame) -> Figure:
     """Over the number of blocks: activations at the peak, measured (markers) and by the closed form (lines); forward
     passes of a block. Of the first machine."""
-    rows = with_predictions(tables.first_machine(rows[(rows["size"] == "small") & (rows["repeat"] == 0)]))
+    rows = with_predictions(tables.first_machine(tables.chosen(rows, size="small", repeat=0)))
     drawn, axes = figures.panels(columns=2, height=2.6)
     one = (rows["strategy"] == "blocks") & (rows["block_size"] == 1)
     kinds = {
@@ -107,8 +107,8 @@ def depth_figure(rows: pd.DataFrame) -> Figure:
 def residuals(rows: pd.DataFrame, context_length: int) -> pd.DataFrame:
     """What a block of the handout's model saves, by the operation that saves it, the largest first; of the first
     machine that has the row. `share` is of all that the block saves."""
-    found = rows[(rows["num_layers"] > 0) & (rows["size"] == XL) & (rows["context_length"] == context_length)]
-    found = found[(found["strategy"] == "none") & (found["repeat"] == 0) & found["kept"].notna()]
+    found = tables.chosen(rows, size=XL, context_length=context_length, strategy="none", repeat=0)
+    found = found[(found["num_layers"] > 0) & found["kept"].notna()]
     parts = told(found["kept"].iloc[0]) if len(found) else []
     names = tensors(size(XL), int(found["batch"].iloc[0]), context_length) if parts else {}
     all_bytes = sum(count * num_bytes for _, count, num_bytes in parts)

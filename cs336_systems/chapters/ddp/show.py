@@ -68,7 +68,7 @@ def steps(rows: pd.DataFrame, reduces: pd.DataFrame) -> pd.DataFrame:
     communication in the same run; weak scaling (a step of one GPU alone over this one); the wait after the backward
     pass, and what its all-reduces should take by the rows of chapter `allreduce`."""
     out = rows[rows["kind"] == "time"].reset_index(drop=True)
-    there = out[(out["status"] == "ok") & (out["repeat"] == 0)]
+    there = chosen(out, status="ok", repeat=0)
     sends = ~out["wrapper"].isin([ALONE, "none"])
     base = lambda wrapper, column: looked_up(there[there["wrapper"] == wrapper], column, out, _RUN)
     limits = [f", {mb:g} MB" if mb else "" for mb in out["bucket_mb"]]

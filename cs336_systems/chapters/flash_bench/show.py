@@ -100,7 +100,7 @@ def speedups(rows: pd.DataFrame) -> pd.DataFrame:
 def errors(rows: pd.DataFrame) -> pd.DataFrame:
     """The largest error against fp64 of the output (O) and the gradients (grads) over all shapes, a line for each
     dtype, a column for each implementation."""
-    rows = rows[(rows["repeat"] == 0) & (rows["status"] == "ok")]
+    rows = tables.chosen(rows, repeat=0, status="ok")
     heads = {"error_out": "O", "error_grads": "grads"}
     keys, impls = ["machine", "dtype"], rows["impl"].unique()
     worst = (
@@ -215,7 +215,7 @@ def speedup_figure(rows: pd.DataFrame, peers: tuple[str, ...], dtypes: tuple[str
     for line, peer in zip(axes, peers, strict=True):
         for ax, dtype in zip(line, dtypes, strict=True):
             ax.set_title(f"over {figures.label(peer)}, {figures.label(dtype)}")
-            shown = found[(found["impl"] == peer) & (found["dtype"] == dtype)]
+            shown = tables.chosen(found, impl=peer, dtype=dtype)
             if shown.empty:
                 figures.nothing(ax)
                 continue

@@ -12,6 +12,7 @@ from cs336_systems import accounting, chapters
 from cs336_systems.chapters.hardware.roofs import Roofs, roofs
 from cs336_systems.report import figures
 from cs336_systems.report.chapter import Chapter
+from cs336_systems.report.tables import chosen
 
 
 def roof_table(chapter: Chapter) -> pd.DataFrame:
@@ -63,15 +64,14 @@ def links_table(chapter: Chapter) -> pd.DataFrame:
 
 def roof_figure(rows: pd.DataFrame, roof: Roofs) -> Figure:
     """GEMMs on the left (TFLOP/s by the side of the matrices), copies on the right (TB/s by bytes)."""
-    rows = rows[rows["repeat"] == 0]
     figure, axes = figures.panels(columns=2, height=2.5)
     left, right = axes[0]
-    gemms = rows[(rows["kind"] == "matmul") & rows["dtype"].isin(["bf16", "tf32", "fp32"])]
+    gemms = chosen(rows, kind="matmul", dtype=["bf16", "tf32", "fp32"], repeat=0)
     figures.lines(left, gemms, "size", "tflops", "dtype", log_y=True)
     left.set(title="square GEMM", xlabel="side of the matrices", ylabel="TFLOP/s")
     if left.get_legend_handles_labels()[0]:
         left.legend()
-    copies = rows[rows["kind"] == "copy"].assign(dtype="copy")
+    copies = chosen(rows, kind="copy", repeat=0).assign(dtype="copy")
     figures.lines(right, copies, "size", "tb_per_s", "dtype")
     figures.roof(right, roof.sheet.tb_per_s if roof.sheet and len(copies) else None, "data sheet")
     right.set(title="copy in device memory", xlabel="bytes copied", ylabel="TB/s read and written")

@@ -112,7 +112,7 @@ def harness_ms(roof: Roofs) -> float:
 def ladder(rows: pd.DataFrame, part: str) -> pd.DataFrame:
     """The steps of one pass in their order: what each cost and was expected to cost, its gain over the step that it
     changes (of one run), registers per thread, bytes spilled, shared memory, and why it was expected to cost that."""
-    found = rows[(rows["part"] == part) & (rows["repeat"] == 0)].drop_duplicates("impl").set_index("impl")
+    found = chosen(rows, part=part, repeat=0).drop_duplicates("impl").set_index("impl")
     lacking = pd.Series(math.nan, found.columns)
     number = {step.name: place for place, step in enumerate(steps.of_part(part), 1)}
     out = []

@@ -16,7 +16,7 @@ from cs336_systems.chapters.shared.rows import case_of
 from cs336_systems.measure.memory.timeline import Timeline
 from cs336_systems.report import figures
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
-from cs336_systems.report.tables import in_order, spread
+from cs336_systems.report.tables import chosen, in_order, spread
 from cs336_systems.report.values import Number
 from cs336_systems.sizes import SIZES, ModelConfig, size
 from cs336_systems.store.rows import case_fields
@@ -48,9 +48,9 @@ def block_parameters() -> int:
 # ---------------------------------------------------------------------------------------------------- tables
 def largest_model(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of the largest model, without other optimizers and repetitions."""
-    chosen = rows[(rows["optimizer"] == "fused") & (rows["repeat"] == 0)]
-    names = [name for name in SIZES if name in set(chosen["size"])]
-    return chosen[chosen["size"] == names[-1]] if names else chosen
+    rows = chosen(rows, optimizer="fused", repeat=0)
+    names = [name for name in SIZES if name in set(rows["size"])]
+    return rows[rows["size"] == names[-1]] if names else rows
 
 
 def peaks(rows: pd.DataFrame) -> pd.DataFrame:

@@ -102,7 +102,7 @@ def sums_figure(rows: pd.DataFrame) -> Figure:
     for dtype, style in (("fp16", "-"), ("bf16", (0, (4, 1)))):
         name, color, marker = figures.look(dtype)
         path = np.array(predicted_sums(dtype, dtype, _FAR))
-        row = rows[(rows["dtype"] == dtype) & (rows["what"] == dtype) & (rows["status"] == "ok")]
+        row = tables.chosen(rows, dtype=dtype, what=dtype, status="ok")
         seen = np.array(each(row["sums"].iloc[0]) if len(row) else [])
         at = KEPT * np.arange(1, len(seen) + 1)
         far.plot(counts, path, color=color, ls=style, lw=2, label=name)
@@ -130,7 +130,7 @@ def dtypes(rows: pd.DataFrame) -> pd.DataFrame:
 def norm(rows: pd.DataFrame) -> pd.DataFrame:
     """Relative error of layer norm's output with one part at a time in 16 bits, for three kinds of input."""
     kinds = {given: name for name, given in INPUTS.items()}
-    rows = rows[rows["dtype"].isin(AUTOCAST) & (rows["width"] == NORM_WIDTH)]
+    rows = tables.chosen(rows, dtype=AUTOCAST, width=NORM_WIDTH)
     rows = rows.assign(kind_of=[kinds.get(g) for g in zip(rows["scale"], rows["offset"], strict=True)])
     rows = rows[rows["kind_of"].notna()]
     infinite = (rows["status"] == "ok") & rows["output_error"].isna()
@@ -149,7 +149,7 @@ def norm(rows: pd.DataFrame) -> pd.DataFrame:
 def speed(rows: pd.DataFrame) -> pd.DataFrame:
     """Forward and backward in fp32 and bf16, ms, and how many times faster bf16 is, also in a training step; where both
     are of one run."""
-    rows, keys = rows[(rows["repeat"] == 0) & rows["dtype"].isin(("fp32", "bf16"))], ["machine", "size"]
+    rows, keys = tables.chosen(rows, repeat=0, dtype=("fp32", "bf16")), ["machine", "size"]
     both = rows[rows["mode"] == "forward_backward"]
     heads = {f"{p}_ms_p50": f"{p} " + both["dtype"] + ", ms" for p in PASSES}
     found = tables.spread(both, keys, heads)
@@ -178,7 +178,7 @@ def all_steps(rows: pd.DataFrame) -> pd.DataFrame:
 def blocks_figure(rows: pd.DataFrame) -> Figure:
     """Wall time of a training step for each block of the model, by size: flat where launches set the pace."""
     figure, ax = figures.panel(height=2.0)
-    rows = rows[(rows["mode"] == "train_step") & (rows["repeat"] == 0) & (rows["status"] == "ok")]
+    rows = tables.chosen(rows, mode="train_step", repeat=0, status="ok")
     rows = tables.first_machine(rows)
     names = [name for name in SIZES if name in set(rows["size"])]
     frame = rows.assign(
@@ -198,7 +198,7 @@ def kernels(profile: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     copies, of all others, of all; the GEMMs' rate; and the wall time of the same passes without a profiler, on the
     same machine."""
     keys = ["machine", "size", "dtype"]
-    found = profile[profile["range"].isin(PASSES) & profile["dtype"].isin(("fp32", "bf16"))]
+    found = tables.chosen(profile, range=PASSES, dtype=("fp32", "bf16"))
     sums = ["kernels", "matrix_product_ms", "copy_cast_ms", "kernel_ms"]
     shape = ["batch", "context_length"]
     found = found.astype(dict.fromkeys(sums, float)).groupby([*keys, *shape], sort=False)[sums]
@@ -207,7 +207,7 @@ def kernels(profile: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
         3 * sum(accounting.forward_matmul_flops(SIZES[index[1]], batch, context).values())
         for index, batch, context in zip(found.index, found["batch"], found["context_length"], strict=True)
     ]
-    walls = steps[(steps["mode"] == "forward_backward") & (steps["repeat"] == 0)]
+    walls = tables.chosen(steps, mode="forward_backward", repeat=0)
     walls = walls.set_index(keys)["step_ms_p50"]
     frame = pd.DataFrame({
         "launches": found["kernels"].astype("Int64"), "gemm_ms": found["matrix_product_ms"],

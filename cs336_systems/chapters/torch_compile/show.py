@@ -28,7 +28,7 @@ _SHAPE = attrgetter("machine", "dtype", "head_dim", "seq_len")
 # ----------------------------------------------------------------------------- attention alone: part (a)
 def attention_pairs(rows: pd.DataFrame) -> list[tuple[Any, Any]]:
     """The rows of attention on the whole GPU as named tuples, eager and compiled, by shape."""
-    chosen = tables.in_order(rows[(rows["cap_gib"] == 0) & (rows["repeat"] == 0)], ["head_dim", "seq_len"])
+    chosen = tables.in_order(tables.chosen(rows, cap_gib=0, repeat=0), ["head_dim", "seq_len"])
     compiled = {_SHAPE(row): row for row in chosen[chosen["impl"] == COMPILED].itertuples()}
     plain = chosen[chosen["impl"] == PLAIN].itertuples()
     return [(row, compiled[_SHAPE(row)]) for row in plain if _SHAPE(row) in compiled]
@@ -92,14 +92,12 @@ def speedup_figure(rows: pd.DataFrame) -> Figure:
 def sizes(rows: pd.DataFrame) -> pd.DataFrame:
     """Every size and context, eager and compiled: median ms of forward alone (F) and of the training step, the eager
     step measured again, and the speedups, of one run each."""
-    rows = rows[
-        (rows["batch"] == 4) & (rows["attention"] == "reference") & rows["compile"].isin(["off", "default"])
-    ]
+    rows = tables.chosen(rows, batch=4, attention="reference", compile=["off", "default"])
     keys = ["machine", "dtype", "context_length", "size"]
 
     def pick(mode: str, compile: str, repeat: int = 0) -> pd.DataFrame:
-        chosen = (rows["mode"] == mode) & (rows["compile"] == compile) & (rows["repeat"] == repeat)
-        return rows[chosen].set_index(keys)[["step_ms_p50", "run"]].reindex(index)
+        found = tables.chosen(rows, mode=mode, compile=compile, repeat=repeat)
+        return found.set_index(keys)[["step_ms_p50", "run"]].reindex(index)
 
     index = pd.MultiIndex.from_frame(rows[keys].drop_duplicates())
     out: dict[str, pd.Series] = {}
@@ -119,10 +117,8 @@ def sizes(rows: pd.DataFrame) -> pd.DataFrame:
 # ---------------------------------------------------------------------------- the fastest training step
 def speed(rows: pd.DataFrame) -> pd.DataFrame:
     """Thousands of tokens/s of a step at the longer context: mode and attention down, size and batch across."""
-    chosen = (
-        (rows["context_length"] == SPEED_CONTEXT) & (rows["mode"] == "train_step") & (rows["repeat"] == 0)
-    )
-    rows = _ordered(rows[chosen & rows["size"].isin(SPEED_BATCHES)])
+    rows = tables.chosen(rows, context_length=SPEED_CONTEXT, mode="train_step", repeat=0)
+    rows = _ordered(tables.chosen(rows, size=[*SPEED_BATCHES]))
     rows = rows.assign(
         column=[f"{size}, batch {batch}" for size, batch in zip(rows["size"], rows["batch"], strict=True)],
         thousands=rows["tokens_per_s"].astype(float) / 1000,

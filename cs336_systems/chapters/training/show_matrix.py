@@ -26,7 +26,7 @@ WRAPPERS = {
 def scaled(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of the matrix in order, with `efficiency`: tokens/s over those of as many single ranks, of one run."""
     rows = tables.in_order(rows, ["world_size", "attention", "wrapper", "sharded"], ATTENTIONS, WRAPPERS)
-    alone = rows[(rows["wrapper"] == experiment.ALONE) & (rows["repeat"] == 0)]
+    alone = tables.chosen(rows, wrapper=experiment.ALONE, repeat=0)
     keys = ["run", *(f for f in case_fields(experiment.TABLE) if f not in ("wrapper", "sharded", "repeat"))]
     one = looked_up(alone.drop_duplicates(keys), "tokens_per_s", rows, keys)
     efficiency = rows["tokens_per_s"].astype(float) / (one * rows["world_size"])

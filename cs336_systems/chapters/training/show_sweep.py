@@ -22,7 +22,7 @@ def ordered(rows: pd.DataFrame) -> pd.DataFrame:
     rows = tables.in_order(rows, ["cap_gib", "num_queries", "num_keys", "attention", "repeat"], ATTENTIONS)
     shapes = [f"{q}:{k}" for q, k in zip(rows["num_queries"], rows["num_keys"], strict=True)]
     keys = ["run", "num_queries", "num_keys"]
-    plain = rows[(rows["attention"] == PLAIN) & (rows["repeat"] == 0)].drop_duplicates(keys)
+    plain = tables.chosen(rows, attention=PLAIN, repeat=0).drop_duplicates(keys)
     base = looked_up(plain, "forward_ms_p50", rows, keys)
     return rows.assign(tier=shapes, plain=base / rows["forward_ms_p50"].astype(float))
 

@@ -214,7 +214,7 @@ def traffic(rows: pd.DataFrame) -> pd.DataFrame:
     """What each rank sends in a step: by the closed form, for ZeRO stage 1 too, and by the GPU's own counter."""
     schemes = {"plain": "ddp", "sharded": "sharded", "": "zero1"}
     labels = {"plain": "data parallelism", "sharded": "ShardedOptimizer", "": "ZeRO stage 1"}
-    counted = rows[(rows["moment"] == experiment.TIMED) & (rows["repeat"] == 0)]
+    counted = tables.chosen(rows, moment=experiment.TIMED, repeat=0)
     counted = counted[counted["all_reduce_calls"].notna() & counted["variant"].isin(schemes)]
     lines = []
     for (gpus, machine), part in counted.groupby(["world_size", "machine"]):
