@@ -1,7 +1,7 @@
 """What chapter `profiling` shows: numeric frames and a figure from its rows.
 
 `rows` are those of one tool. The frames have a row for each shape, named by the columns `SHAPE`; times are in ms, means
-over the steps that were recorded.
+over the steps that were recorded; those of Python's timer are medians over as many steps before.
 """
 
 from __future__ import annotations
