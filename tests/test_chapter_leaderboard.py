@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 
+import pandas as pd
 import pytest
 import step_rows
 
@@ -132,6 +133,10 @@ def test_shapes_are_held_against_their_best_peer():
     assert met.loc[("forward", "training"), ["number", "mean", "worst"]].to_list() == [1, 2.0, 2.0]
     assert met.loc[("forward", "all"), "mean"] == pytest.approx(math.sqrt(2.0 * 0.5))
     assert met.loc[("forward", "all"), "number"] == 2 and "backward" not in met.index.get_level_values("pass")
+    # what is counted is the base of both, and of one machine
+    assert len(page.counted(found)) == 2 < len(page.against_peers(found))
+    both = pd.concat([found, found.assign(machine="other", ms_p50=found["ms_p50"] ** 2)], ignore_index=True)
+    assert page.shapes_summary(both).equals(page.shapes_summary(found))
     table = page.shapes_table(found).set_index("shape")
     assert table["best peer, F"].to_list() == ["FlashAttention-4", "FlashAttention-4", "SDPA (cuDNN)"]
     assert table.loc["8 × 12 × 1,024, d 64", "× best, F"] == 2.0

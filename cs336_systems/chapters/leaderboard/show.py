@@ -264,9 +264,9 @@ def _against(rows: pd.DataFrame, of: Any, impls: Sequence[str], words: Callable[
     )
 
 
-def _counted(rows: pd.DataFrame) -> pd.DataFrame:
-    """Those of `against_peers` whose best peer takes LEAST_MS or longer, by kind."""
-    found = against_peers(rows)
+def counted(rows: pd.DataFrame) -> pd.DataFrame:
+    """Those of `against_peers` on the first machine whose best peer takes LEAST_MS or longer, by kind."""
+    found = first_machine(against_peers(rows))
     return in_order(found[found[[*shapes.PEERS[1:]]].min(axis=1) >= LEAST_MS], ["kind"], shapes.KINDS)
 
 
@@ -278,8 +278,8 @@ def _shape(row: Any) -> str:
 
 def shapes_summary(rows: pd.DataFrame) -> pd.DataFrame:
     """Our time over the best peer's by pass and kind of shape, and of all: geometric mean, worst shape, how many; of
-    shapes whose best peer takes LEAST_MS or longer."""
-    found = _counted(rows)
+    those that are `counted`."""
+    found = counted(rows)
     out = []
     for part in shapes.PARTS:
         for kind in (*shapes.KINDS, "all"):
@@ -304,8 +304,8 @@ def shapes_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 def shapes_figure(rows: pd.DataFrame) -> Figure:
     """Our time over the best peer's, a line for each shape, a dot for each pass; gray: within the least
-    noise. Of shapes whose best peer takes LEAST_MS or longer, on the first machine."""
-    found = first_machine(_counted(rows))
+    noise. Of shapes that are `counted`."""
+    found = counted(rows)
     names = list(dict.fromkeys(found["shape"]))
     drawn, ax = figures.panel(height=0.8 + 0.155 * max(4, len(names)) if names else 0.6)
     if found.empty:
