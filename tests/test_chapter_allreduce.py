@@ -276,6 +276,15 @@ def test_frames_and_figures_without_a_number(made_up, results_root):
     )
 
 
+def test_every_number_of_processes_has_a_look_of_its_own(made_up):
+    for backend, sizes in allreduce._WORLD_SIZES.items():
+        one = made_up[(made_up["backend"] == backend) & (made_up["machine"] == "h200-x2")]
+        one = one[one["world_size"] == 2]
+        rows_of_all = pd.concat([one.assign(world_size=n) for n in sizes], ignore_index=True)
+        points = [line for line in page.time_figure(rows_of_all).axes[0].lines if line.get_marker() != "None"]
+        assert len({(line.get_color(), line.get_marker()) for line in points}) == len(points) == len(sizes)
+
+
 def test_the_ring_of_the_figure_adds_everything_up():
     for n in (2, 3, 4, 6):
         states = page.ring(n)

@@ -19,9 +19,9 @@ from cs336_systems.report.tables import chosen, pivot
 
 NAMES = {"gloo": "Gloo", "nccl": "NCCL"}
 PROCESSES = (2, 4, 6)  # the handout's
-_LOOKS = {  # color and marker: warm for Gloo, cold for NCCL
+_LOOKS = {  # color and marker, one for each number of processes of the grid: warm for Gloo, cold for NCCL
     "gloo": (("#D55E00", "s"), ("#E69F00", "D"), ("#CC79A7", "v")),
-    "nccl": (("#0072B2", "o"), ("#222222", "^"), ("#009E73", "P")),
+    "nccl": (("#0072B2", "o"), ("#222222", "^"), ("#009E73", "P"), ("#56B4E9", "X")),
 }
 _SHADES = ("#ffffff", "#cfe3f2", "#86b8dd", "#3f88c5", "#0b4f8a")
 
@@ -151,7 +151,8 @@ def time_figure(rows: pd.DataFrame) -> Figure:
             figures.nothing(ax)
     seen: dict[str, int] = {}
     for (machine, backend, n), part in sets.groupby(["machine", "backend", "processes"], sort=False):
-        color, marker = _LOOKS[backend.lower()][seen.get(backend, 0) % 3]
+        looks = _LOOKS[backend.lower()]
+        color, marker = looks[seen.get(backend, 0) % len(looks)]
         seen[backend] = seen.get(backend, 0) + 1
         xs = part["num_bytes"].to_numpy(float)
         same = chosen(sets, backend=backend, processes=n)
