@@ -304,6 +304,16 @@ def test_what_the_error_says_of_a_watchdog(tmp_path):
     assert failure([aborted, {**raised, "time_ns": aborted["time_ns"] + 1}]).rank == 1
 
 
+def test_an_error_of_our_own_is_told_in_its_sentence():
+    rest = {"of_communication": False, "exit_code": 1, "stopped": False, "time_ns": 1}
+    own, other = (
+        failure([{"error": f"{kind}: why", "traceback": "Traceback\n  File ...", **rest}])
+        for kind in ("cs336_systems.training.outputs.FileError", "json.JSONDecodeError")
+    )
+    assert str(own) == "rank 0 of 1: FileError: why"
+    assert str(other).splitlines() == ["rank 0 of 1: json.JSONDecodeError: why", "Traceback", "  File ..."]
+
+
 def test_a_rank_of_which_nothing_is_heard(monkeypatch):
     heard = [{"result": 1, "exit_code": 0, "stopped": False}, {}]
     monkeypatch.setattr(module, "watch", lambda members, timeout_s: (heard, True))
