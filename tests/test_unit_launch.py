@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import distributed
@@ -23,6 +24,8 @@ from cs336_systems.launch.start import LaunchError, launch
 
 torch = pytest.importorskip("torch")
 from torch import distributed as dist  # noqa: E402
+
+from cs336_systems.parallel.agreement import agreement  # noqa: E402
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 CPU = {"backend": "gloo", "device": "cpu"}
@@ -312,6 +315,28 @@ def test_an_error_of_our_own_is_told_in_its_sentence():
     )
     assert str(own) == "rank 0 of 1: FileError: why"
     assert str(other).splitlines() == ["rank 0 of 1: json.JSONDecodeError: why", "Traceback", "  File ..."]
+
+
+def disagree(rank):
+    """What each rank's error says where rank 1 has raised it."""
+    try:
+        with agreement(dist.group.WORLD):
+            if rank.rank == 1:
+                raise KeyError("mine")
+    except Exception:
+        return traceback.format_exc()
+
+
+def test_what_a_rank_hears_of_anothers_error_is_not_the_cause(tmp_path):
+    with distributed.forking():
+        said = launch(here(disagree), 2, log=no_lines, **CPU)
+    found = []
+    for rank, text in enumerate(said):  # the one that has raised writes last
+        (folder := tmp_path / str(rank)).mkdir()
+        told = {"error": text.splitlines()[-1], "traceback": text, "time_ns": rank}
+        (folder / "answer.json").write_text(json.dumps(told))
+        found.append(outcome(folder, 1))
+    assert str(failure(found)).startswith("rank 1 of 2: KeyError: 'mine'")
 
 
 def test_a_rank_of_which_nothing_is_heard(monkeypatch):

@@ -34,9 +34,12 @@ class LaunchError(RuntimeError):
 
 # What NCCL's watchdog writes before it aborts the process.
 _NCCL_TIMEOUT = re.compile(r"Watchdog caught collective operation timeout: .*")
-# An error, or what it was raised from, that may be the consequence of another rank's failure.
+# An error, or what it was raised from, that may be the consequence of another rank's failure: of a collective, or what
+# `parallel.agreement` says where another rank has raised.
 _OF_COMMUNICATION = re.compile(
-    r"^torch\.distributed\.Dist\w*Error|^RuntimeError: .*(gloo/|NCCL|by peer)", re.MULTILINE
+    r"^torch\.distributed\.Dist\w*Error|^RuntimeError: .*(gloo/|NCCL|by peer)"
+    r"|^ValueError: all ranks must be given .*; what was raised is ",
+    re.MULTILINE,
 )
 # An error of a class of this package's own: its sentence says all that there is to do.
 _OWN = re.compile(r"cs336_systems\.(?:\w+\.)*(\w+: .*)")
