@@ -299,7 +299,7 @@ def _value(kind: type, about: Mapping[str, Any], value: Any, key: str) -> Any:
         least = about["least"]
         wanted = f"above {least:g}" if about["above"] else f"{least:g} or more"
         if found > about["most"] or found < least or (about["above"] and found == least):
-            most = f" and at most {about['most']:g}" * (about["most"] < _LARGEST or found > least)
+            most = f" and at most {about['most']}" * (about["most"] < _LARGEST or found > least)
             raise ValueError(f"{key}={found!r}; it must be {wanted}{most}")
     return found
 
@@ -325,6 +325,11 @@ def checked(config: TrainingConfig) -> TrainingConfig:
         config.generation.prompt.encode()
     except UnicodeEncodeError:  # a command line may hold any bytes
         raise ValueError(f"generation.prompt={config.generation.prompt!r} is not UTF-8") from None
+    if (end := config.tokenizer.separator) not in ("", "<|endoftext|>") and not config.tokenizer.path:
+        raise ValueError(
+            f"tokenizer.separator={end!r} needs tokenizer.path, whose token it is; a tokenizer that is trained has "
+            "<|endoftext|>"
+        )
     sizes = config.model.sizes(config.tokenizer.vocab_size)
     if sizes.kv_heads < sizes.num_heads:
         _goes_with(config, "model.num_kv_heads", "model.attention", "auto", *serving("enable_gqa"))
