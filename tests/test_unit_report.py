@@ -122,6 +122,15 @@ def test_filters_choose_rows_and_unknown_fields_are_refused(results_root):
     assert len(chapter().rows(kind=["copy", "matmul"])) == len(chapter(kind="copy,matmul").rows())
     with pytest.raises(ValueError, match="machine, kind"):
         chapter().rows(sort="copy")
+    rows = chapter(kind="matmul").rows()
+    [first, *_] = sizes = list(rows["size"].unique())
+    for several in (set(sizes), np.array(sizes), range(max(sizes) + 1), pd.Series(sizes)):
+        assert len(tables.chosen(rows, size=several)) == len(rows)
+    for text in (str(first), [first, str(first)]):
+        with pytest.raises(ValueError, match=f"size='{first}'; the column holds numbers, such as {first}"):
+            tables.chosen(rows, size=text)
+    # of a column without a value nobody knows what it holds
+    assert tables.chosen(rows.assign(size=math.nan), size="large").empty
 
 
 def test_skipped_cases_do_not_count_as_measured(results_root):

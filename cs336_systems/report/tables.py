@@ -58,11 +58,17 @@ def escaped(value: Any) -> Any:
 
 
 def chosen(rows: pd.DataFrame, /, **where: Any) -> pd.DataFrame:
-    """The rows whose columns equal a value, or are in a list of values; ValueError for an unknown column."""
+    """The rows whose columns equal a value, or one of several; ValueError for an unknown column, and for a text where a
+    column holds numbers, which no row could equal."""
     for column, value in where.items():
         if column not in rows:
             raise ValueError(f"unknown column {column!r}; allowed: {', '.join(rows.columns)}")
-        rows = rows[rows[column].isin(value if isinstance(value, list | tuple | set) else [value])]
+        several = isinstance(value, Iterable) and not isinstance(value, str)
+        values, there = list(value) if several else [value], rows[column].dropna()
+        texts = [x for x in values if isinstance(x, str)]
+        if texts and len(there) and pd.api.types.is_numeric_dtype(there):
+            raise ValueError(f"{column}={texts[0]!r}; the column holds numbers, such as {there.iloc[0]}")
+        rows = rows[rows[column].isin(values)]
     return rows
 
 
