@@ -173,8 +173,9 @@ def recompute(blocks: Iterable[nn.Module], how: str) -> None:
     """Makes each block compute its activations again in backward, all ("blocks") or those that are cheap ("selective").
 
     Blocks keep their names, hooks and parameters; what wraps or compiles them comes before. Selective blocks share a
-    plan, which the first call with gradients makes, and go through one backward pass a call. ValueError for an unknown
-    `how`, and for selective blocks of sharded weights, whose gathers would be among the operations.
+    plan, which the first call with gradients makes, and go through one backward pass a call. What forward changes, as
+    running statistics, changes again in backward, and in the three passes of a plan. ValueError for an unknown `how`,
+    and for selective blocks of sharded weights, whose gathers would be among the operations.
     """
     if how not in RECOMPUTE:
         raise ValueError(f"unknown recompute {how!r}; allowed: {', '.join(RECOMPUTE)}")
