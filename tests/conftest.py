@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import gc
 import importlib.util
 import json
 import os
@@ -108,6 +109,19 @@ _SLOW = (
     "test_unit_pipeline", "test_unit_split", "test_unit_step", "test_unit_team", "test_unit_tiles",
     "test_unit_training",
 )  # fmt: skip
+
+
+_known_modules = 0
+
+
+def pytest_runtest_setup() -> None:
+    """What was imported stays: to look at its half a million objects is most of the time that a collection of garbage
+    takes, and measurements and wrappers ask for one."""
+    global _known_modules
+    if len(sys.modules) > _known_modules + 50:
+        gc.collect()
+        gc.freeze()
+        _known_modules = len(sys.modules)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

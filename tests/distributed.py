@@ -7,6 +7,7 @@ Both fork from one process that has imported what takes seconds, and done nothin
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -63,6 +64,7 @@ def run(function: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 def _rank(
     rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
+    gc.freeze()  # what the process was forked with is no garbage
     try:
         torch.set_num_threads(1)
         dist.init_process_group(
@@ -153,6 +155,7 @@ class Forked:
 
 
 def _program(arguments: list[str], environment: dict[str, str], files: dict[int, str]) -> None:
+    gc.freeze()
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
