@@ -840,14 +840,14 @@ PROGRAMS = list(dict.fromkeys(
     for table in tables
     for d, config in table.items()
     if kernel != "forward of one tile" or config.can_persist(d)
+    if d <= 128 or not kernel.endswith(("window", "documents"))  # which wide heads are not served with
 ))  # fmt: skip
 
 
 def much_like_another(kernel, d, config):
     """Left to `make test-table`: 80, 96 and 160 columns, whose kernels are nearly those of more, and few programs."""
     return (
-        d in (80, 96)
-        or (d == 160 and kernel.startswith("backward"))
+        d in (80, 96, 160)
         or config is configs.FORWARD[d]
         or kernel == "forward of one tile"
     )
