@@ -32,7 +32,10 @@ from cs336_systems.store import lifeline
 
 COLLECTIVE_TIMEOUT_S = 30  # a collective that waits longer for a rank raises on the others
 
-multiprocessing.set_forkserver_preload(["pytest", "pandas", "torch.distributed", "torch._dynamo"])
+multiprocessing.set_forkserver_preload([
+    "pytest", "pandas", "torch.distributed", "torch.distributed.checkpoint", "torch._dynamo",
+    "torch._inductor.compile_fx",
+])  # fmt: skip
 
 
 def run(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:

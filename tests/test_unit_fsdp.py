@@ -270,10 +270,13 @@ def loss_backward(alone, ids):
 
 
 def train_every_model(seed):
-    for name, units, reshard in itertools.product(MODELS, ("layer", "block"), (True, False)):
-        with about(name, units, reshard):
-            wrap = functools.partial(sharded, units=units, reshard_after_forward=reshard)
-            train_beside(seed, build(name, seed), wrap, data(5, 2, seed))
+    """On three ranks one kind of sharding for each model, others from run to run."""
+    kinds = list(itertools.product(("layer", "block"), (True, False)))
+    for (i, name), (j, (units, reshard)) in itertools.product(enumerate(MODELS), enumerate(kinds)):
+        if dist.get_world_size() < 3 or (i + j + seed) % len(kinds) == 0:
+            with about(name, units, reshard):
+                wrap = functools.partial(sharded, units=units, reshard_after_forward=reshard)
+                train_beside(seed, build(name, seed), wrap, data(3, 2, seed))
 
 
 def narrow_loss(alone, ids, dtype):
@@ -304,7 +307,7 @@ def train_in_narrow_dtypes(seed):
                 for p in alone.parameters():  # not the loss, of which narrow gradients are made
                     p.grad /= ranks
 
-            train_beside(seed, build(name, seed), wrap, data(5, 2, seed), whole=whole)
+            train_beside(seed, build(name, seed), wrap, data(3, 2, seed), whole=whole)
 
 
 def reduce_in_narrow_dtypes(seed):
@@ -752,10 +755,10 @@ def begin_on_meta(seed):
                 for part in alone.modules():
                     initialize(part, seed)
             assert all(torch.equal(a, b) for a, b in zip(module.buffers(), alone.buffers(), strict=True))
-            for ids in data(2, 2, seed):
-                step_of(model, optimizers[0], share(ids))
-                step_of(alone, optimizers[1], ids)
-                assert_like(model, alone)
+            [ids] = data(1, 2, seed)
+            step_of(model, optimizers[0], share(ids))
+            step_of(alone, optimizers[1], ids)
+            assert_like(model, alone)
 
 
 def fail_not(part):
@@ -922,11 +925,11 @@ def go_on_from_saved(seed, folder):
             ShardedState(model).load_full_state_dict(saved["weights"] | {name: torch.ones(2)})
 
 
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (2, 1)])
-def test_states_go_on_at_another_world_size(before, after, tmp_path):
+def test_states_go_on_at_another_world_size(tmp_path):
     seed = new_seed()
-    distributed.run(save_after_training, before, seed, str(tmp_path))
-    distributed.run(go_on_from_saved, after, seed, str(tmp_path))
+    distributed.run(save_after_training, 2, seed, str(tmp_path))
+    for ranks in (1, 3):
+        distributed.run(go_on_from_saved, ranks, seed, str(tmp_path))
 
 
 def go_on_from_shards(seed, folder):
@@ -992,7 +995,7 @@ def look_at_whole_parameters(seed):
 
 # ------------------------------------------------------------------------------------------- peers, compilers
 def train_beside_fsdp2(seed):
-    """torch's own, and a single process, for twenty steps: the same weights."""
+    """torch's own, and a single process, for some steps: the same weights."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -1003,7 +1006,7 @@ def train_beside_fsdp2(seed):
     fully_shard(theirs, mesh=mesh)
     model = sharded(ours, "block")
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, theirs, alone)]
-    for ids in data(20, 2, seed):
+    for ids in data(5, 2, seed):
         step_of(model, optimizers[0], share(ids))
         step_of(theirs, optimizers[1], share(ids))
         step_of(alone, optimizers[2], ids)
@@ -1052,7 +1055,8 @@ def train_compiled(seed):
     compiled = {"backend": "aot_eager", "fullgraph": True}
     for where in ("in place, before", "replaced", "in place, after"):
         torch.compiler.reset()
-        module = build("plain", seed)
+        torch.manual_seed(seed)
+        module = Model(num_blocks=2).double()
         reference = copy.deepcopy(module)
         if where == "in place, before":
             for layer in module.layers:
@@ -1066,7 +1070,7 @@ def train_compiled(seed):
                 layer.compile(**compiled)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, reference)]
         with about(where):
-            for ids in data(3, 2, seed):
+            for ids in data(2, 2, seed):
                 for optimizer in optimizers:
                     optimizer.zero_grad()
                 backward(model, share(ids))
@@ -1288,19 +1292,17 @@ CHECKS = {  # by the number of ranks
         train_every_model, recompute, gather_ahead, gather_once_for_late_outputs, free_frozen_weights, hold_few_bytes,
     ],
     2: [
-        train_every_model, train_in_narrow_dtypes, reduce_in_narrow_dtypes, losses_of_different_heads, accumulate,
+        train_every_model, reduce_in_narrow_dtypes, losses_of_different_heads, accumulate,
         losses_of_weights_used_again, no_loss_beside_what_is_computed_again_first,
         both_first_then_backward, second_losses_of_different_parts, recompute, gather_ahead, arrive_meanwhile,
-        hold_few_bytes, clip, skip_steps_together,
+        hold_few_bytes, skip_steps_together,
         look_at_whole_parameters, train_beside_fsdp2, train_compiled, compile_blocks_once, train_by_the_adapters,
         start_afresh_after_failures, second_backward_pass_is_refused, forget_to_finish, refuse_what_differs,
-        gather_once_for_late_outputs, free_frozen_weights, begin_on_meta, begin_by_modules,
+        gather_once_for_late_outputs, free_frozen_weights, begin_by_modules,
         hold_few_bytes_from_the_beginning, a_weight_read_by_its_block,
     ],
-    3: [
-        begin_on_meta, train_every_model, train_in_narrow_dtypes, losses_of_different_heads,
-        losses_of_weights_used_again, hold_few_bytes, clip,
-    ],
+    # shares that differ, empty ones too, and a mean that rounds; two cores do not run three ranks at once
+    3: [train_every_model, train_in_narrow_dtypes, begin_on_meta, clip],
     4: [train_in_two_groups],
 }  # fmt: skip
 

@@ -846,11 +846,7 @@ PROGRAMS = list(dict.fromkeys(
 
 def much_like_another(kernel, d, config):
     """Left to `make test-table`: 80, 96 and 160 columns, whose kernels are nearly those of more, and few programs."""
-    return (
-        d in (80, 96, 160)
-        or config is configs.FORWARD[d]
-        or kernel == "forward of one tile"
-    )
+    return d in (80, 96, 160) or config is configs.FORWARD[d] or kernel == "forward of one tile"
 
 
 @pytest.mark.versions
