@@ -153,7 +153,7 @@ def test_in_a_thread_beside_a_taken_port_and_another_torchrun(tmp_path, monkeypa
         threads.add(threading.current_thread())
         (tmp_path / "read").touch()
 
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with distributed.forking(), socket.create_server(("127.0.0.1", 0)) as taken:
         outer = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1]), "RANK": "7"}
         for name, value in (outer | {"WORLD_SIZE": "9", "TORCHELASTIC_RUN_ID": "x"}).items():
             monkeypatch.setenv(name, value)
