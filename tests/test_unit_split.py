@@ -133,10 +133,10 @@ def both_passes(q, k, v, do, is_causal, tiles=SMALL):
 
 
 SHAPES = [
-    (2, 70, 70, 16),
-    (4, 33, 65, 24),
-    (6, 65, 33, 40),
-]  # heads of queries, for two of keys; lengths; dimension
+    (2, 2, 70, 70, 16),
+    (2, 1, 33, 65, 24),
+    (3, 1, 65, 33, 40),
+]  # heads of queries and keys; lengths; dimension
 MULTIPROCESSORS = {"whole": 1, "columns": 132, "one number": 1}  # by gradient; with 132 the programs are few
 
 
@@ -147,11 +147,11 @@ MULTIPROCESSORS = {"whole": 1, "columns": 132, "one number": 1}  # by gradient; 
 )
 def test_interpreted(shape, kind, is_causal, monkeypatch):
     """Each two of shape, gradient and mask meet."""
-    heads, num_queries, num_keys, d = shape
+    heads, of_keys, num_queries, num_keys, d = shape
     monkeypatch.setattr(launch, "_multiprocessors", lambda device: MULTIPROCESSORS[kind])
     q = fresh(1, num_queries, heads, d, requires_grad=False).transpose(1, 2)
-    k = fresh(1, 2, num_keys, d, requires_grad=False)
-    v = fresh(1, 2, d, num_keys, requires_grad=False).transpose(2, 3)
+    k = fresh(1, of_keys, num_keys, d, requires_grad=False)
+    v = fresh(1, of_keys, d, num_keys, requires_grad=False).transpose(2, 3)
     do = {"whole": q.shape, "columns": (1, heads, num_queries, 1), "one number": (1, 1, 1, 1)}[kind]
     do = fresh(*do, requires_grad=False).expand(1, heads, num_queries, d)
     found, _ = both_passes(q, k, v, do, is_causal)
