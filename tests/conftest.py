@@ -44,7 +44,7 @@ if not _has_cuda():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if importlib.util.find_spec("torch") is not None:
-    from distributed import forked  # noqa: F401
+    from distributed import alone, forked  # noqa: F401
 
 
 # nohup and shells in the background ignore these, and so would every process that a test starts and then signals; one

@@ -88,6 +88,38 @@ def _rank(
         raise
 
 
+@contextlib.contextmanager
+def about(*what):
+    """Says in the error which of many cases has failed."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"case: {what}, rank {dist.get_rank()} of {dist.get_world_size()}")
+        raise
+
+
+def share(batch):
+    """This rank's part of a batch whose length is a multiple of the number of ranks."""
+    return batch.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def new_seed():
+    """Another one in each run, repeated by CS336_TEST_SEED (conftest.py)."""
+    return torch.randint(2**31, ()).item()
+
+
+@pytest.fixture
+def alone():
+    """A group of one rank in this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def fail(*ignored, **named):
+    raise ZeroDivisionError("in the backward pass")
+
+
 def ranks_agree(value: Any) -> bool:
     """Whether all ranks of the group, which all call this, have the same value."""
     found = [None] * dist.get_world_size()

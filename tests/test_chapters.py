@@ -114,6 +114,7 @@ def test_papermill_knows_every_parameter(chapter, caplog):
         for cell in json.loads(page.read_text())["cells"]
         if "parameters" in cell["metadata"].get("tags", [])
     ]
+    assert cell.startswith("# Parameters")  # how the chapter tells a parameters cell from others
     told = inspection.inspect_notebook(str(page))
     assert list(told) == [statement.target.id for statement in ast.parse(cell).body]
     assert all(parameter["help"] for parameter in told.values()) and not caplog.records

@@ -54,10 +54,8 @@ def measured(table, *impls, **change):
 # ------------------------------------------------------------------------------------------------ grids
 @pytest.mark.parametrize("preset", selection.PRESETS)
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
-def test_every_case_is_there_once_and_every_short_group_has_one_pair(table, preset):
-    cases = table.grid(preset)
-    assert len(set(cases)) == len(cases) > 0
-    for group in store.groups(table, cases):
+def test_every_short_group_has_one_pair(table, preset):
+    for group in store.groups(table, table.grid(preset)):
         assert 0 < table.estimate_s(group) < 90
         if getattr(group[0], "rep_ms", 0) < OFFICIAL_MS:
             [again] = [c for c in group if c.repeat == 1]

@@ -39,21 +39,6 @@ def test_sources_carry_no_outputs(path):
     assert "papermill" not in json.loads(path.read_text())["metadata"]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for path in NOTEBOOKS if path.stem != "index"],  # the first page has none
-    ids=lambda p: p.stem,
-)
-def test_parameters_are_annotated_and_explained(path):
-    source = parameters(path)
-    assert source.startswith("# Parameters")  # how the chapter tells a parameters cell from others
-    statements = ast.parse(source).body
-    assert statements
-    for statement, line in zip(statements, source.splitlines()[1:], strict=True):
-        assert isinstance(statement, ast.AnnAssign), line
-        assert re.search(r"  # \w", line), f"no comment: {line}"
-
-
 @each_notebook
 def test_figures_have_a_text_for_those_who_do_not_see_them(path):
     for shown in (cell["metadata"]["mystnb"] for cell in cells(path) if "mystnb" in cell["metadata"]):
