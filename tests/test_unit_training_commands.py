@@ -46,7 +46,7 @@ WRONG = [  # --set, and what the line names
     ("parallel.wrapper=zero3", "in_place, torch, fsdp"), ("checkpoints.resume=/no/such", "no, auto, the folder"),
     ("generation.top_p=0", "above 0"), ("out=", "it must name a folder"), ("text.source=/no/such", "/no/such"),
     ("checkpoints.init_from=/no/such", "/no/such is missing"),
-    ("generation.temperature=1e-300", "1e-6 or more"), ("model.num_layers=100000000", "GiB are free"),
+    ("generation.temperature=1e-300", "1e-6 or more"), ("model.num_layers=100000", "GiB are free"),
     ("model.attention=flash_cuda", "is unavailable"), ("generation.prompt=\ud800", "is not UTF-8"),
 ]  # fmt: skip
 
