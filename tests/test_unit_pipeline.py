@@ -7,9 +7,6 @@ import json
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import time
 import types
 from pathlib import Path
@@ -233,15 +230,16 @@ def test_two_ranks_have_the_loss_of_one(tmp_path):
 def test_sigterm_saves_and_ends(tmp_path, nproc):
     out = tmp_path / "run"
     words_of = words(out, schedule__steps=100_000, parallel__nproc=nproc)
-    command = [sys.executable, "-m", "cs336_systems", *words_of]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    deadline = time.monotonic() + 120
+    with open(tmp_path / "said", "w") as said:
+        child = distributed.Forked(
+            ["-m", "cs336_systems", *words_of], env=os.environ, stdout=said, stderr=said
+        )
+    deadline, told = time.monotonic() + 120, (tmp_path / "said").read_text
     while not (out / "log.csv").is_file() or len((out / "log.csv").read_text().splitlines()) < 3:
-        assert child.poll() is None and time.monotonic() < deadline, child.stdout.read()
+        assert child.poll() is None and time.monotonic() < deadline, told()
         time.sleep(0.05)
-    child.send_signal(signal.SIGTERM)
-    said, _ = child.communicate(timeout=120)
-    assert child.returncode == 0 and "--resume auto goes on from" in said, said
+    child.terminate()
+    assert child.wait(120) == 0 and "--resume auto goes on from" in told(), told()
     result = json.loads((out / "result.json").read_text())
     assert result["stopped"] and os.path.isdir(result["checkpoint"])
 
