@@ -23,6 +23,8 @@ import pytest
 if TYPE_CHECKING:
     from cs336_systems.store.table import Table
 
+gc.disable()  # until the first test: imports leave next to no garbage, and are looked through again and again
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = os.environ.get("CS336_RESULTS", str(ROOT / "results"))
 
@@ -119,6 +121,7 @@ def pytest_runtest_setup() -> None:
     takes, and measurements and wrappers ask for one."""
     global _known_modules
     if len(sys.modules) > _known_modules + 50:
+        gc.enable()
         gc.collect()
         gc.freeze()
         _known_modules = len(sys.modules)
