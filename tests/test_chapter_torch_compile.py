@@ -39,7 +39,7 @@ def test_full_grid_has_every_size_and_the_speed_cases():
 @pytest.mark.slow
 @pytest.mark.skipif(cpp_compiler() is None, reason="needs a C++ compiler")
 def test_compiled_and_eager_in_turns(monkeypatch):
-    """By a compiler that only traces: what Inductor makes of a step has its test in test_unit_step.py."""
+    """By a compiler that only traces: what Inductor makes of a block has its test in test_unit_training.py."""
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda fn, mode=None, **kw: real(fn, backend="aot_eager", **kw))
     cases = [Case("tiny", 16, "forward", compile=c, batch=2, steps=2) for c in ("off", "default")]

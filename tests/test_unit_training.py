@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import errno
-import functools
 import json
 import os
 import pickle
@@ -363,14 +362,9 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path, sharded):
 
 
 def sharded_and_resumed(folder, changes):
-    """What is compiled stays in Python: generating and building C++ for it takes half a minute."""
     changes = CHANGES | {"parallel__wrapper": "fsdp", "checkpoints__every": 4} | changes
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(
-            torch.nn.Module, "compile", functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
-        )
-        through = on_two_ranks(f"{folder}/through", changes)
-        resumed = on_two_ranks(f"{folder}/resumed", changes, f"{folder}/through/checkpoints/step-00000004")
+    through = on_two_ranks(f"{folder}/through", changes)
+    resumed = on_two_ranks(f"{folder}/resumed", changes, f"{folder}/through/checkpoints/step-00000004")
     return through, resumed
 
 
@@ -379,8 +373,10 @@ def sharded_and_resumed(folder, changes):
     [{}, {"run__dtype": "bf16", "run__compile": "blocks"}, {"run__dtype": "fp16"}],
 )
 def test_a_sharded_run_goes_on_bit_for_bit(tmp_path, changes):
+    """Near one device's that is not compiled, in fp32."""
+    alone = Trainer(made(tmp_path / "alone", **CHANGES), data()).run()["valid_loss"]
     for through, resumed in distributed.run(sharded_and_resumed, 2, str(tmp_path), changes):
-        assert through[0] == resumed[0]
+        assert through[0] == resumed[0] == pytest.approx(alone, rel=2e-3 if changes else 1e-5)
         for name, tensor in through[1].items():
             assert torch.equal(tensor, resumed[1][name]), name
     # its first line has the mean of steps before and after
