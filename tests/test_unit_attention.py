@@ -181,7 +181,7 @@ def test_split_keys(heads, shape, splits):
     num_queries, num_keys, d = shape
     q = fresh(2, num_queries, heads, d).detach().transpose(1, 2)
     k, v = (fresh(2, 3, num_keys, d, scale=3).detach() for _ in range(2))
-    o, logsumexp = launch_forward(q, k, v, False, splits=splits)
+    o, logsumexp = launch_forward(q, k, v, False, (None, splits))
     _, k, v = repeated_heads(q, k, v, True)
     scores = q.double() @ k.double().mT * d**-0.5
     torch.testing.assert_close(o.double(), scores.softmax(-1) @ v.double(), rtol=1e-5, atol=1e-5)

@@ -196,7 +196,7 @@ def test_what_passes_are_remembered_by(monkeypatch):
 
     def first(*given):
         launched.append(given[7:])
-        return again.Pass([None], None)
+        return again.Pass([None], ())
 
     call = lambda *seen: again.forward(first, x, x, x, True, None, seen)
     of_two, of_three = packed((3, 8), 1), packed((3, 5, 8), 1)

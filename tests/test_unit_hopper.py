@@ -16,7 +16,7 @@ import triton
 
 from cs336_systems.attention import attention, available, flash_triton
 from cs336_systems.attention.available import hopper_reason
-from cs336_systems.attention.hopper import backward_ends, configs, split_launch, tma
+from cs336_systems.attention.hopper import backward_ends, configs, split_launch
 from cs336_systems.attention.hopper import launch as hopper
 from cs336_systems.attention.reference import exact_attention
 from cs336_systems.attention.triton import again
@@ -213,7 +213,7 @@ def test_what_windows_are_launched_with(launched):
     ):  # fmt: skip
         x, seen = zeros(1, 12, n, 128), () if window is None else (window, None)
         o, logsumexp = hopper.launch_forward(x, x, x, True, hopper.Forward(2, 128, 2, True), seen)
-        hopper.launch_backward(x, x, x, o, logsumexp, o, True, seen)
+        hopper.launch_backward(x, x, x, o, logsumexp, o, True, seen=seen)
         (_, grid, *_, forward), (*_, prepare), (name, *_, main), _ = launches
         assert grid == (programs, 1, 1) and name == backward and prepare[-2] is zeroed
         assert window in forward and (window in main or backward == "few_queries_kernel")
@@ -221,11 +221,9 @@ def test_what_windows_are_launched_with(launched):
     assert len(set(keys)) == 14
 
 
-def test_what_documents_are_launched_with(launched, monkeypatch):
+def test_what_documents_are_launched_with(launched):
     """A program for each tile, in configurations by the longest, or their mean length, and zeros to add dQ to."""
     keys, launches = launched
-    bounds = []
-    monkeypatch.setattr(portable, "_launched", lambda *given: bounds.append(given[2]["window"]) or [])
     x = zeros(1, 12, 30_000, 64)
     for documents, window, longest, programs in (
         (1, None, (), 1884),
@@ -241,10 +239,11 @@ def test_what_documents_are_launched_with(launched, monkeypatch):
         seen = window, zeros(documents + 1, dtype=torch.int32)
         o, logsumexp = hopper.launch_forward(x, x, x, True, seen=seen + longest)
         hopper.launch_backward(x, x, x, o, logsumexp, o, True, seen=seen)
-        (_, grid, _, pointers, _), (*_, prepare), (name, _, _, of_main, _), _ = launches
+        bounds, (_, grid, _, pointers, _), again_bounds, (*_, prepare), (name, _, _, of_main, _), _ = launches
         assert grid == (programs, 1, 1) and pointers[1:] == of_main[1:] == [(torch.int32, True)]
-        assert name == "backward_keys_kernel" and prepare[-2] is True and bounds == [window] * 2
-        launches.clear(), bounds.clear()
+        assert name == "backward_keys_kernel" and prepare[-2] is True
+        assert bounds == again_bounds and bounds[0] == "bounds_kernel" and bounds[-1][2] == window
+        launches.clear()
     assert len(set(keys)) == 15
 
 
@@ -287,9 +286,7 @@ class Firsts:
 
     def __call__(self, *tensors):
         self.first += 1
-        return again.Pass(
-            [types.SimpleNamespace(call=lambda stream, at: (self.once_more, ()))], lambda *at: (at,)
-        )
+        return again.Pass([types.SimpleNamespace(call=lambda stream, at: (self.once_more, ()))], ())
 
     def once_more(self):
         self.again += 1
@@ -350,7 +347,7 @@ def test_calls_are_kept_by_stream_and_addresses(monkeypatch):
         made.append((stream, at))
         return launched.append, ((stream, at),)
 
-    known, other = (again.Pass([types.SimpleNamespace(call=call)], lambda *at: (at,)) for _ in range(2))
+    known, other = (again.Pass([types.SimpleNamespace(call=call)], ("q",)) for _ in range(2))
     cpu = torch.device("cpu")
     for stream, of, address in ((1, known, 5), (1, known, 6), (2, known, 5), (1, other, 5)) * 2:
         current[0] = stream
@@ -396,14 +393,15 @@ def launched(monkeypatch):
         def __setitem__(self, key, found):
             pass
 
-    def first_launch(kernel, grid, descriptors, pointers, arguments, **options):
-        values = [*arguments.values(), options]
-        seen = [(x.shape, x.strides, x.block_shape, repr(x.layout), x.base.dtype) for x in descriptors]
-        of_pointers = [(x.dtype, x.data_ptr() % 16 == 0) for x in values[:pointers]]
-        launches.append((kernel.__name__, grid, seen, of_pointers, values[pointers:]))
+    def launch(first, kernel, grid, descriptors=(), options=None, **values):
+        arguments, names = first.arguments(kernel, **values)
+        values = [*arguments.values(), options or {}]
+        seen = [(x.shape, x.strides, x.block_shape, repr(x.layout), x.base.dtype) for _, x in descriptors]
+        of_pointers = [(x.dtype, x.data_ptr() % 16 == 0) for x in values[: len(names)]]
+        launches.append((kernel.__name__, grid, seen, of_pointers, values[len(names) :]))
 
     monkeypatch.setattr(hopper, "multiprocessors_of", lambda device_index: 132)
-    monkeypatch.setattr(hopper, "first_launch", first_launch)
+    monkeypatch.setattr(portable.First, "launch", launch)
     monkeypatch.setattr(again, "_passes", Forgetful())
     return keys, launches
 
@@ -450,8 +448,10 @@ def test_what_is_launched_again_gets_the_same_tensors(heads, d, packed, monkeypa
     """Each kernel gets the addresses of the tensors that its first launch was given, in that order."""
     calls = []
 
-    def first_launch(kernel, grid, descriptors, pointers, arguments, **options):
-        tensors = [x.base for x in descriptors] + list(arguments.values())[:pointers]
+    def launch(first, kernel, grid, descriptors=(), options=None, **values):
+        arguments, names = first.arguments(kernel, **values)
+        tensors = [x.base for _, x in descriptors] + list(arguments.values())[: len(names)]
+        names = *(name for name, _ in descriptors), *names
         assert all(isinstance(x, torch.Tensor) for x in tensors)
         calls.append((kernel.__name__, [tuple(x.shape) for x in tensors], [x.data_ptr() for x in tensors]))
 
@@ -459,15 +459,11 @@ def test_what_is_launched_again_gets_the_same_tensors(heads, d, packed, monkeypa
             assert len(addresses) == len(tensors)
             calls.append((kernel.__name__, [tuple(x.shape) for x in tensors], [*addresses]))
 
-        return types.SimpleNamespace(call=lambda stream, addresses: (once_more, (addresses,)))
+        call = lambda stream, at: (once_more, ([at[name] for name in names],))
+        first.done.launches.append(types.SimpleNamespace(call=call))
 
     monkeypatch.setattr(hopper, "multiprocessors_of", lambda device_index: 132)
-
-    def first_of_bounds(kernel, grid, arguments, pointers, options):
-        return [first_launch(kernel, grid, (), pointers, arguments)]
-
-    monkeypatch.setattr(hopper, "first_launch", first_launch)
-    monkeypatch.setattr(portable, "_launched", first_of_bounds)
+    monkeypatch.setattr(portable.First, "launch", launch)
     monkeypatch.setattr(again, "_passes", {})
     monkeypatch.setattr(again, "driver", of_one_stream())
     n, m = 70, 70 if packed else 130
@@ -513,25 +509,30 @@ def test_what_is_launched_again_gets_the_same_tensors(heads, d, packed, monkeypa
         assert (found[3] == "do") == (kind == "a matrix")
 
 
-@pytest.mark.parametrize("shape", [(1, 64, 64), (6, 64, 128), (3, 640, 64)])
-@pytest.mark.parametrize("one_number", [False, True])
-def test_what_the_backward_kernels_share_lies_where_launches_look_for_it(shape, one_number):
-    batch_heads, rows, d = shape
-    tile = (1, batch_heads, 64, d) if one_number else None
-    counters = 1 + batch_heads
-    workspace = hopper.Workspace((2 * batch_heads, rows), (batch_heads, rows * d // 64, 64), counters, tile)
-    (buffer,) = again.empty(workspace.scratch, torch.device("cpu"))
-    parts = [x for x in workspace.tensors(buffer, torch.float16) if x is not None]
-    shapes = (workspace.stats, workspace.dq_sum, (counters + -counters % 4,), tile)
-    assert [tuple(x.shape) for x in parts] == [x for x in shapes if x]
-    assert [x.dtype for x in parts] == [torch.float32, torch.float32, torch.int32, torch.float16][
-        : len(parts)
-    ]
-    addresses = workspace.addresses(buffer.data_ptr())
-    assert addresses[: len(parts)] == tuple(x.data_ptr() for x in parts)
-    ends = [x.data_ptr() + x.nbytes for x in parts]  # one behind the other, and nothing more
-    assert ends == [*addresses[1 : len(parts)], buffer.data_ptr() + buffer.nbytes]
-    assert not any((x - buffer.data_ptr()) % 16 for x in addresses)
+def test_what_launches_share_lies_where_launches_look_for_it(monkeypatch):
+    """One behind the other in one buffer, each where TMA can read it."""
+    shapes = {"stats": (6, 64), "counters": (7,), "tile": (1, 3, 64, 40)}
+    dtypes = dict(zip(shapes, (torch.float32, torch.int32, torch.float16), strict=True))
+    scratch = {name: (shapes[name], dtypes[name]) for name in shapes}
+    x = zeros(1, 3, 10, 40)
+    first = portable.First(x, x, x, x, zeros(1, 3, 10), True, scratch=scratch)
+    views = [first.tensors[name] for name in shapes]
+    start, end = views[0].data_ptr(), 0
+    for view, (name, at) in zip(views, first.done.offsets.items(), strict=True):
+        assert (tuple(view.shape), view.dtype) == (shapes[name], dtypes[name])
+        assert view.data_ptr() == start + at and at % 16 == 0 and end <= at < end + 128
+        end = at + view.nbytes
+    assert end <= first.done.size < end + 128
+    seen = []
+    monkeypatch.setattr(again, "_calls", {})
+    monkeypatch.setattr(again, "driver", of_one_stream())
+    monkeypatch.setattr(torch, "empty", lambda size, **_: seen.append(size) or views[0])
+    launch = types.SimpleNamespace(call=lambda stream, at: (seen.append, (at,)))
+    first.done.launches.append(launch)
+    first.done.again(x.device, 1, 2, 3, 4, 5)
+    at = {"q": 1, "k": 2, "v": 3, "o": 4, "l": 5, None: None}
+    at |= {name: x.data_ptr() for name, x in zip(shapes, views, strict=True)}
+    assert seen == [first.done.size, at]
 
 
 def test_larger_programs_for_many_queries_that_see_many_keys():
@@ -622,8 +623,8 @@ def recorded(monkeypatch):
     signature = {0: kind, 1: kind, 2: "*bf16", 3: "i32", 4: "constexpr"}
     run.launch = nvidia.wrap_handle_tensordesc(lambda *args: calls.append(args), signature, [meta, meta])
     compiled = types.SimpleNamespace(run=run, function="function", packed_metadata="packed")
-    described = tuple(tma.Described([n, 64], [64, 1], meta) for n in (100, 200))
-    return tma.DescribedLaunch(compiled, (7, 1, 1), (5, 64), described), calls
+    described = tuple(again.Described([n, 64], [64, 1], meta) for n in (100, 200))
+    return again.Launch(compiled, (7, 1, 1), ("q", "k", "l"), (5, 64), described), calls
 
 
 def flat(call):
@@ -646,7 +647,7 @@ def calls_by_both_ways(launch, addresses, monkeypatch):
 @pytest.mark.versions
 def test_a_launch_made_again_is_triton_s_own(recorded, monkeypatch):
     launch, calls = recorded
-    for launcher, arguments in calls_by_both_ways(launch, (0x100, 0x200, 0x300), monkeypatch):
+    for launcher, arguments in calls_by_both_ways(launch, dict(q=0x100, k=0x200, l=0x300), monkeypatch):
         launcher(*arguments)
     short, long = map(flat, calls)
     assert short == long and 0x300 in short
@@ -659,9 +660,9 @@ def test_a_launch_made_again_is_triton_s_own(recorded, monkeypatch):
 @pytest.mark.versions
 def test_so_is_one_without_descriptors(recorded, monkeypatch):
     described, calls = recorded
-    launch = again.Launch(described.compiled, described.grid, described.rest)
+    launch = again.Launch(described.compiled, described.grid, ("l",), described.rest)
     launch.compiled.run.launch = lambda *args: calls.append(args)  # which nothing wraps
-    for launcher, arguments in calls_by_both_ways(launch, (0x300,), monkeypatch):
+    for launcher, arguments in calls_by_both_ways(launch, {"l": 0x300}, monkeypatch):
         launcher(*arguments)
     assert flat(calls[0]) == flat(calls[1])
 
@@ -673,7 +674,7 @@ def test_a_launcher_that_adds_arguments_takes_the_long_way(recorded, needs, monk
     launch, _ = recorded
     vars(launch.compiled.run).update(needs)
     assert launch.launcher is None
-    assert again.Launch(launch.compiled, launch.grid, launch.rest).launcher is None
+    assert again.Launch(launch.compiled, launch.grid, ("l",), launch.rest).launcher is None
 
 
 @pytest.mark.versions
@@ -681,7 +682,7 @@ def test_a_triton_that_was_not_tried_takes_the_long_way(recorded, monkeypatch):
     monkeypatch.setattr(again, "untried_triton", lambda: "triton 9.0: tried with 3.6 to 3.9")
     launch, _ = recorded
     assert launch.launcher is None
-    assert again.Launch(launch.compiled, launch.grid, launch.rest).launcher is None
+    assert again.Launch(launch.compiled, launch.grid, ("l",), launch.rest).launcher is None
 
 
 def test_few_calls_and_passes_are_kept(monkeypatch):
@@ -690,7 +691,7 @@ def test_few_calls_and_passes_are_kept(monkeypatch):
         monkeypatch.setattr(again, name, {})
         monkeypatch.setattr(again, most, 10)
     launch = types.SimpleNamespace(call=lambda stream, at: (len, (at,)))
-    found = again.Pass([launch], lambda *at: (at,))
+    found = again.Pass([launch], ("q",))
     for n in range(1, 100):
         x = zeros(1, 1, n, 8)
         again.forward(lambda *tensors: found, x, x, x, True)

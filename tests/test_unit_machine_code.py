@@ -267,22 +267,18 @@ def test_who_is_mistrusted(monkeypatch):
             asked.append(options)
 
     monkeypatch.setattr(launch, "faulty", lambda compiled: faulty[0])
-    monkeypatch.setattr(launch, "KERNELS", {"forward": Kernel()})
     monkeypatch.setattr(launch, "capability_of", lambda index: capability)
     monkeypatch.setattr(launch, "INTERPRETED", False)
 
     def mistrusted(column):
-        strides = {"q": (1, 1, 64, 1), "k": (1, 1, 64, column), "l": (1, 1, 1)}
-        tensors = {
-            name: types.SimpleNamespace(device=device, ndim=len(s), stride=s.__getitem__)
-            for name, s in strides.items()
-        }
-        return launch._mistrusted("forward", tensors, {"argument": 1}, tiles.Tiles(64, 64, 4, 3))
+        arguments = {"stride_q_row": 64, "stride_q_col": 1, "stride_k_col": column}
+        return launch._mistrusted(Kernel(), arguments, tiles.Tiles(64, 64, 4, 3), device)
 
     capability = 90
     assert not mistrusted(1) and not mistrusted(0) and mistrusted(2)
     options = dict(num_warps=4, num_stages=3, enable_fp_fusion=True)
-    assert asked == [dict(grid=(1,), argument=1) | options] * 2
+    assert [x.pop("stride_k_col") for x in asked] == [1, 0]
+    assert asked == [dict(grid=(1,), stride_q_row=64, stride_q_col=1) | options] * 2
     faulty[0] = True
     assert mistrusted(1)
     with monkeypatch.context() as interpreted:
@@ -323,9 +319,10 @@ def _searched():
     apart = torch.empty(2, 4, 20, 9, dtype=torch.bfloat16).transpose(2, 3)
     faulty = []
     for k in (apart.contiguous(), apart):
-        tensors = dict(q=q, k=k, v=v, o=torch.empty_like(q), l=torch.empty(2, 4, 13))
-        arguments = launch._arguments("forward", tensors, True, chosen)
-        compiled = launch.KERNELS["forward"].warmup(grid=(1,), **arguments, **launch.options_of(chosen))
+        first = launch.First(q, k, v, torch.empty_like(q), torch.empty(2, 4, 13), True)
+        kernel = launch.KERNELS["forward"]
+        arguments, _ = first.arguments(kernel, **launch.values_of(first, "forward", chosen))
+        compiled = kernel.warmup(grid=(1,), **arguments, **launch.options_of(chosen))
         assert "wgmma" in compiled.asm["ptx"]
         faulty.append(machine_code.faulty(compiled))
     return get_ptxas(90).version, faulty

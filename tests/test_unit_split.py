@@ -48,12 +48,9 @@ def test_pieces_add_up_and_the_padding_is_zero(device):
     k = fresh(2, 3, 130, 24, requires_grad=False, device=device)
     v = fresh(2, 3, 24, 130, requires_grad=False, scale=1e-3, device=device).transpose(2, 3)
     q[0, 0, 0, :4] = k[1, 2, 129, 20:] = torch.tensor([0.0, -1.0, 3e38, 1e-30])
-    own = launch.room(q.shape, k.shape, gradient=False)
-    pieces = torch.full(own.shape, float("nan"), device=q.device, dtype=torch.bfloat16)
-    assert own.addresses(pieces.data_ptr()) == tuple(x.data_ptr() for x in pieces.split(own.rows))
-    launch._split(q, k, v, pieces)
-    for x, part in zip((q, k, v), pieces.split(own.rows), strict=True):
-        n = x.shape[2]
+    first = launch.split_all(q, k, v, torch.empty_like(q), torch.empty(q.shape[:3], device=device), True)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        n, part = x.shape[2], first.tensors[f"{name}_pieces"]
         three = part.double().view(3, *x.shape[:2], -1, 32)
         assert not three[..., n:, :].any() and not three[..., 24:].any()
         exact = x.double()
@@ -235,7 +232,7 @@ def test_launching_again_takes_the_short_way_and_does_as_the_first(heads, always
     assert len(launches) == 2 + 3
     assert all(x.launcher is not None for x in launches)
     others = [x.clone() for x in (q, k, v, do)]  # at other addresses
-    monkeypatch.setattr(launch, "_launch", None)  # the long way
+    monkeypatch.setattr(portable.First, "launch", None)  # the long way
     second = both_passes(*others, True, (None, None))
     for x, y in zip((*first[0], first[1]), (*second[0], second[1]), strict=True):
         assert torch.equal(x, y)

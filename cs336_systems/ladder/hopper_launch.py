@@ -11,9 +11,9 @@ import triton
 from cs336_systems.attention.hopper.backward_dq import DQ_COLUMNS
 from cs336_systems.attention.hopper.backward_ends import finish_kernel, prepare_kernel
 from cs336_systems.attention.hopper.configs import GROUP, dq_tile
-from cs336_systems.attention.hopper.launch import KEYS, LOG2_E, addressable, reason_against, section_of
+from cs336_systems.attention.hopper.launch import KEYS, addressable, reason_against, section_of
 from cs336_systems.attention.hopper.tma import descriptor
-from cs336_systems.attention.triton.launch import FUSED
+from cs336_systems.attention.triton.launch import FUSED, LOG2_E
 from cs336_systems.ladder.hopper_kernels import single_keys_kernel
 
 HEAD_DIM = 64  # that smaller ones are padded to

@@ -15,7 +15,7 @@ import torch
 from triton.testing import do_bench
 
 from cs336_systems.attention.checks import aot
-from cs336_systems.attention.triton.launch import first_launch, launch_forward
+from cs336_systems.attention.triton.launch import First, launch, launch_forward
 from cs336_systems.attention.triton.tiles import KERNELS, SHARED_MEMORY_KIB, Tiles, generation
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
@@ -51,24 +51,11 @@ def _fits(job: tuple[str, int, int, str, Tiles]) -> str | None:
 
 def _call(kernel: str, tensors: list[torch.Tensor], tiles: Tiles) -> Callable[[], object]:
     q, k, v, do = tensors
-    if kernel == "forward":
-        return lambda: launch_forward(q, k, v, True, tiles)
     o, logsumexp = launch_forward(q, k, v, True)
-    tensors = dict(q=q, k=k, v=v, o=o, do=do, l=logsumexp, delta=torch.zeros_like(logsumexp))
-    if kernel == "backward_queries":
-        tensors |= dict(dq=torch.empty_like(q))
-    else:
-        del tensors["o"]
-        tensors |= dict(dk=torch.empty_like(k), dv=torch.empty_like(v))
-    (launch,) = first_launch(kernel, tensors, True, tiles)
-    pointers = tuple(x.data_ptr() for x in tensors.values())
-
-    # a launch takes addresses, which are valid only as long as the tensors live
-    def again(_kept: object = tensors) -> None:
-        launcher, arguments = launch.call(torch.cuda.current_stream().cuda_stream, pointers)
-        launcher(*arguments)
-
-    return again
+    scratch = {"delta": (tuple(logsumexp.shape), torch.float32)}
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    first = First(q, k, v, o, logsumexp, True, scratch=scratch, do=do, dq=dq, dk=dk, dv=dv)
+    return lambda: launch(first, kernel, tiles)
 
 
 def tune(

@@ -18,16 +18,16 @@ from cs336_systems.attention.triton.kernels import LOG2_E
 
 
 @triton.jit(do_not_specialize=["num_queries", "padded_queries"])
-def prepare_kernel(o_ptr, do_ptr, l_ptr, stats_ptr, dq_ptr, tile_ptr, counters_ptr,
+def prepare_kernel(o_ptr, do_ptr, l_ptr, stats_ptr, sum_ptr, tile_ptr, counters_ptr,
                    stride_o_batch, stride_o_head, stride_o_row,
                    stride_do_batch, stride_do_head, stride_do_row, stride_do_col,
                    heads, num_queries, padded_queries, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
                    D: tl.constexpr, ROWS: tl.constexpr, TILE_ROWS: tl.constexpr,
                    ZEROED: tl.constexpr):  # fmt: skip
     """What the backward kernel starts from: −L · log2(e) and −delta of each query (−∞ and 0 past the last one), and, if
-    ZEROED, dQ = 0.
+    ZEROED, the sum of dQ, 0.
 
-    stats (batch_heads, 2, padded_queries), dq (batch_heads, padded_queries, D) in any order, both fp32. Of the numbers
+    stats (batch_heads, 2, padded_queries), sum (batch_heads, padded_queries, D) in any order, both fp32. Of the numbers
     of 64 rows only the first 64 · WIDTH are zeroed: the backward kernel adds to no others. TILE_ROWS > 0:
     dO of a head is one scalar, expanded with strides of 0, which TMA cannot read: a tile of it is written to tile
     (batch_heads, TILE_ROWS, D). counters (1 + batch_heads,), int32, are zeroed.
@@ -63,11 +63,11 @@ def prepare_kernel(o_ptr, do_ptr, l_ptr, stats_ptr, dq_ptr, tile_ptr, counters_p
         if index == 0:
             tl.store(counters_ptr, 0)
     if ZEROED:
-        dq_at = dq_ptr + (index * padded_queries + far) * D + columns[None, :]
+        sum_at = sum_ptr + (index * padded_queries + far) * D + columns[None, :]
         zeroed = (rows < padded_queries)[:, None] & (columns < D)[None, :]
         if WIDTH < D:
             zeroed = zeroed & (tl.arange(0, ROWS) * D < ROWS * WIDTH)[:, None]
-        tl.store(dq_at, tl.zeros((ROWS, D), tl.float32), mask=zeroed)
+        tl.store(sum_at, tl.zeros((ROWS, D), tl.float32), mask=zeroed)
     if TILE_ROWS:  # noqa: SIM102 (known at compile time, the next one is not)
         if tile == 0:
             value = tl.load(do_ptr + batch * stride_do_batch + head * stride_do_head)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
+import functools
 
 import torch
 import triton
@@ -30,14 +31,12 @@ from cs336_systems.attention.hopper.configs import (
 from cs336_systems.attention.hopper.forward import forward_kernel
 from cs336_systems.attention.hopper.forward_alone import alone_kernel
 from cs336_systems.attention.hopper.forward_wide import wide_kernel
-from cs336_systems.attention.hopper.tma import descriptor, first_launch
-from cs336_systems.attention.hopper.workspace import Workspace
+from cs336_systems.attention.hopper.tma import descriptor
 from cs336_systems.attention.triton import again
 from cs336_systems.attention.triton.again import Pass
-from cs336_systems.attention.triton.launch import first_bounds, strides, with_bounds
+from cs336_systems.attention.triton.launch import First
 from cs336_systems.attention.triton.tiles import CROSS, few_programs_of, multiprocessors_of, splits_for
 
-LOG2_E = math.log2(math.e)
 KEYS = 128  # of a tile of the backward kernel
 MIN_HEAD_DIM, MAX_HEAD_DIM = 33, 256  # smaller ones would be padded to twice as much and more
 MAX_LIMITED_HEAD_DIM = 128
@@ -119,14 +118,6 @@ def section_of(batch_heads: int, bytes_of_a_head: int, exact: bool = False) -> i
 
 
 # ------------------------------------------------------------------------------------------------ forward
-def launch_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, config: Forward | None = None,
-    seen: again.Seen = (),
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """O and L as `again.forward` describes them."""
-    return again.forward(first_forward, q, k, v, is_causal, config, seen)
-
-
 def first_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, is_causal: bool,
     config: Forward | None = None, window: int | None = None, cu_seqlens: torch.Tensor | None = None,
@@ -143,8 +134,6 @@ def first_forward(
             mean = max(mean, max_seqlen // OF_LONGEST)
         most = min(most, triton.cdiv(mean, 2))
     config = config or forward_config(*sizes, head_dim, is_causal, multiprocessors, most)
-    launches, scratch, bounds, window = first_bounds(cu_seqlens, q, window)
-    limit = bounds.get("bounds", window)
     row_tiles = full = triton.cdiv(num_queries, config.groups * GROUP)
     if not is_causal:
         full = full_tiles(config, columns_of(head_dim), batch * heads, num_queries, multiprocessors)
@@ -154,39 +143,28 @@ def first_forward(
         not is_causal or window is not None or even_pairs(config, *sizes, multiprocessors)
     )  # fmt: skip
     rows, keys = (1, 1, GROUP, piece_of(d)), (1, 1, config.block_n, piece_of(d))
-    descriptors = descriptor(q, *rows), descriptor(k, *keys), descriptor(v, *keys), descriptor(o, *rows)
+    descriptors = [
+        (name, descriptor(x, *block)) for name, x, block in
+        (("q", q, rows), ("k", k, keys), ("v", v, keys), ("o", o, rows))
+    ]  # fmt: skip
     kernel = wide_kernel if d > 128 else alone_kernel if config.alone else forward_kernel
     chain = chain_of(config, *sizes, is_causal, multiprocessors) if config.alone else 1
     programs = triton.cdiv(row_tiles, chain) * batch * heads
     if persistent:
         programs = min(programs, multiprocessors)
-    values = dict(
-        l_ptr=logsumexp, limit=limit, heads=heads, batch_heads=batch * heads,
+    first = First(q, k, v, o, logsumexp, is_causal, window, cu_seqlens)
+    first.launch(
+        kernel, (programs, 1, 1), descriptors, {} if config.registers is None else {"maxnreg": config.registers},
         section=section_of(batch * heads, 4 * num_keys * d * k.shape[1] // heads), full_tiles=full, row_tiles=row_tiles,
-        num_queries=num_queries, num_keys=num_keys, scale_log2=head_dim**-0.5 * LOG2_E, chain=chain,
-        IS_CAUSAL=is_causal, GROUPS=config.groups, BLOCK_N=config.block_n, D=d, PIECE=piece_of(d),
-        COLUMNS=columns_of(head_dim), STAGES=config.stages, OVERLAP=config.overlap, REST=rest_of(head_dim),
-        PERSISTENT=persistent,
+        chain=chain, GROUPS=config.groups, BLOCK_N=config.block_n, D=d, PIECE=piece_of(d), COLUMNS=columns_of(head_dim),
+        STAGES=config.stages, OVERLAP=config.overlap, REST=rest_of(head_dim), PERSISTENT=persistent,
         # with fewer keys than queries a first tile of keys need not lie on the diagonal
-        HALVE=is_causal and config.halves and num_keys >= num_queries, HEADS_PER_KV=heads // k.shape[1], num_warps=4,
+        HALVE=is_causal and config.halves and num_keys >= num_queries, num_warps=4,
     )  # fmt: skip
-    arguments = {name: values[name] for name in kernel.arg_names[len(descriptors) :]}
-    options = {} if config.registers is None else {"maxnreg": config.registers}
-    launches.append(
-        first_launch(kernel, (programs, 1, 1), descriptors, 1 + len(bounds), arguments, **options)
-    )
-    return Pass(launches, with_bounds, scratch)
+    return first.done
 
 
 # ------------------------------------------------------------------------------------------------ backward
-def launch_backward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, do: torch.Tensor,
-    is_causal: bool, seen: again.Seen = (),
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dQ, dK, dV as `again.backward` describes them."""
-    return again.backward(first_backward, q, k, v, o, logsumexp, do, is_causal, None, seen)
-
-
 def first_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, do: torch.Tensor,
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, is_causal: bool, config: None = None,
@@ -200,59 +178,55 @@ def first_backward(
     """
     batch, heads, num_queries, head_dim = q.shape
     (_, kv_heads, num_keys, _), d = k.shape, padded(head_dim)
-    heads_per_kv = heads // kv_heads
-    launches, scratch, bounds, window = first_bounds(cu_seqlens, q, window)
-    limit = bounds.get("bounds", window)
+    limited = window is not None or cu_seqlens is not None
     wide, power = d > 128, triton.next_power_of_2(d)
-    assert not wide or limit is None, "`serves` leaves these to the portable kernels"
-    few = not wide and few_queries(num_queries, num_keys, d) and limit is None  # its kernel has no limits
+    assert not wide or not limited, "`serves` leaves these to the portable kernels"
+    few = not wide and few_queries(num_queries, num_keys, d) and not limited  # its kernel has no limits
     multiprocessors, keys = multiprocessors_of(q.get_device()), GROUP if few or wide else KEYS
     query_tiles, key_tiles = triton.cdiv(num_queries, GROUP), triton.cdiv(num_keys, keys)
     # with a limit not all queries see a head's first keys
-    zeroed = few or wide or limit is not None or num_queries > UNZEROED[d]
+    zeroed = few or wide or limited or num_queries > UNZEROED[d]
     as_made = o.stride(3) == 1 and logsumexp.is_contiguous() and do.dtype == q.dtype
     assert as_made, "o, logsumexp and do are what forward and autograd make"
-    scale, batch_heads = head_dim**-0.5, batch * heads
-    rest, width, piece = rest_of(head_dim), d if wide else columns_of(head_dim), GROUP if wide else d
-    rows = query_tiles * GROUP
+    batch_heads, rows, width = batch * heads, query_tiles * GROUP, d if wide else columns_of(head_dim)
     one_number = do.stride(2) == do.stride(3) == 0 and num_queries > 1
     copied = not one_number and not addressable(do)
     if copied:  # to the start of an allocation, which is aligned: a contiguous view may begin anywhere
         do = do.clone(memory_format=torch.contiguous_format)
-    workspace = Workspace(
-        (batch_heads * 2, rows),
-        (batch_heads, rows * power // DQ_COLUMNS.value, DQ_COLUMNS.value),
-        1 + batch_heads,
-        # TMA cannot broadcast a scalar: the first kernel writes a tile of it, which serves all rows
-        (batch, heads, GROUP, power) if one_number else None,
-    )
-    more = workspace.scratch
-    if heads_per_kv > 1:  # dK and dV of each head of queries
-        more += (((batch, heads, num_keys, head_dim), q.dtype),) * 2
-    buffer, *parts = again.empty(more, q.device)
-    dk_made, dv_made = parts or (dk, dv)
-    stats, dq_sum, counters, do_tile = workspace.tensors(buffer, q.dtype)
-    do_tile = do if do_tile is None else do_tile
-    arguments = dict(o_ptr=o, do_ptr=do, l_ptr=logsumexp, stats_ptr=stats, dq_ptr=dq_sum, tile_ptr=do_tile,
-                     counters_ptr=counters)  # fmt: skip
-    arguments |= strides("o", o) | strides("do", do)
-    del arguments["stride_o_col"]  # 1
-    arguments |= dict(
-        heads=heads, num_queries=num_queries, padded_queries=rows, HEAD_DIM=head_dim, WIDTH=width, D=power,
-        ROWS=_ROWS, TILE_ROWS=GROUP if one_number else 0, ZEROED=zeroed,
+    scratch = {
+        "stats": ((batch_heads * 2, rows), torch.float32),
+        "sum": ((batch_heads, rows * power // DQ_COLUMNS.value, DQ_COLUMNS.value), torch.float32),
+        "counters": ((1 + batch_heads,), torch.int32),
+    }
+    # TMA cannot broadcast a scalar: the first kernel writes a tile of it, which serves all rows
+    tile, dk_made, dv_made = "tile" if one_number else "do", "dk", "dv"
+    if one_number:
+        scratch["tile"] = (batch, heads, GROUP, power), q.dtype
+    if heads > kv_heads:  # dK and dV of each head of queries
+        dk_made, dv_made = "dk_parts", "dv_parts"
+        scratch |= dict.fromkeys((dk_made, dv_made), ((batch, heads, num_keys, head_dim), q.dtype))
+    gradients = dict(do=do, dq=dq, dk=dk, dv=dv)
+    first = First(q, k, v, o, logsumexp, is_causal, window, cu_seqlens, scratch, **gradients)
+    # the more heads in a section, the longer ago its heads' first keys began when the others wait for them
+    first.values |= dict(
+        section=section_of(batch_heads, 8 * num_queries * d, exact=not zeroed and d == 64), key_tiles=key_tiles,
+        query_tiles=query_tiles, padded_queries=rows, ROWS=_ROWS, WIDTH=width, ZEROED=zeroed, TILES=query_tiles,
+        COLUMNS=columns_of(head_dim), DO_STEP=0 if one_number else 1, REST=rest_of(head_dim),
+        TILE_ROWS=GROUP if one_number else 0, TRANSPOSED=d == 64 and not few, num_warps=4,
     )  # fmt: skip
-    warps = 8 if wide else 4
+    warps = {"num_warps": 8 if wide else 4}
     grid = triton.cdiv(rows, _ROWS) * batch_heads, 1, 1
-    prepare = first_launch(prepare_kernel, grid, (), 7, arguments, num_warps=warps)
-    sums = ()
+    first.launch(prepare_kernel, grid, (), warps, tile_ptr=tile, D=power)
+
+    block = 1, 1, GROUP, GROUP if wide else d
+    blocks = dict.fromkeys(("q", "k", "v", tile, dk_made, dv_made), block) | {"k": (1, 1, keys, block[3])}
+    descriptors = [(name, descriptor(first.tensors[name], *x)) for name, x in blocks.items()]
     if not wide:  # of 64 queries and 8 columns four warps have 128 numbers each
+        dq_sum = first.tensors["sum"]
         of_warps = dq_sum.view(batch_heads, -1, 4, 128).transpose(1, 2) if few else dq_sum
-        sums = (descriptor(of_warps, 1, *dq_tile(rest, few), swizzled=False),)
-    descriptors = (
-        descriptor(q, 1, 1, GROUP, piece), descriptor(k, 1, 1, keys, piece), descriptor(v, 1, 1, GROUP, piece),
-        *(descriptor(x, 1, 1, GROUP, piece) for x in (do_tile, dk_made, dv_made)),
-        *sums, descriptor(stats, 1, GROUP, swizzled=False),
-    )  # fmt: skip
+        blocks_of_sum = dq_tile(rest_of(head_dim), few)
+        descriptors.append(("sum", descriptor(of_warps, 1, *blocks_of_sum, swizzled=False)))
+    descriptors.append(("stats", descriptor(first.tensors["stats"], 1, GROUP, swizzled=False)))
     # a launch with launch_pdl does not wait for the end of the kernel before: the kernel does
     kernel, programs, options = few_queries_kernel, key_tiles * batch_heads, {"launch_pdl": True}
     if few:
@@ -261,53 +235,15 @@ def first_backward(
         kernel = backward_wide_kernel
     else:
         kernel, programs = backward_keys_kernel, min(programs, multiprocessors)
-    # the more heads in a section, the longer ago its heads' first keys began when the others wait for them
-    section = section_of(batch_heads, 8 * num_queries * d, exact=not zeroed and d == 64)
-    values = dict(
-        counters_ptr=counters, sum_ptr=dq_sum, limit=limit, heads=heads, batch_heads=batch_heads, section=section,
-        key_tiles=key_tiles, query_tiles=query_tiles, num_queries=num_queries, num_keys=num_keys,
-        scale_log2=scale * LOG2_E, scale=scale, IS_CAUSAL=is_causal, TILES=query_tiles, D=d,
-        COLUMNS=columns_of(head_dim), DO_STEP=0 if one_number else 1, REST=rest, ZEROED=zeroed,
-        HEADS_PER_KV=heads_per_kv, num_warps=4,
-    )  # fmt: skip
-    arguments = {name: values[name] for name in kernel.arg_names[len(descriptors) :]}
-    main = first_launch(
-        kernel, (programs, 1, 1), descriptors, 0 if few else 1 + len(bounds), arguments, **options
-    )
-    arguments = dict(sum_ptr=dq_sum, dq_ptr=dq)
-    arguments |= strides("dq", dq)
-    del arguments["stride_dq_col"]  # 1
-    arguments |= dict(heads=heads, num_queries=num_queries, padded_queries=rows, scale=scale,
-                      HEAD_DIM=head_dim, WIDTH=width, D=power, TRANSPOSED=d == 64 and not few)  # fmt: skip
-    programs = triton.cdiv(num_queries, _ROWS) * batch_heads
-    finish = first_launch(finish_kernel, (programs, 1, 1), (), 2, arguments, num_warps=warps, launch_pdl=True)
-    launches += [prepare, main, finish]
-    if parts:
-        arguments = dict(dk_parts_ptr=dk_made, dv_parts_ptr=dv_made, dk_ptr=dk, dv_ptr=dv)
-        arguments |= strides("dk", dk) | strides("dv", dv)
-        del arguments["stride_dk_col"], arguments["stride_dv_col"]  # 1
-        arguments |= dict(
-            heads=kv_heads,
-            num_keys=num_keys,
-            HEAD_DIM=head_dim,
-            D=power,
-            ROWS=_ROWS,
-            HEADS_PER_KV=heads_per_kv,
-        )
-        grid = (triton.cdiv(num_keys, _ROWS) * batch * kv_heads, 2, 1)
-        launches.append(first_launch(sum_kernel, grid, (), 4, arguments))
+    first.launch(kernel, (programs, 1, 1), descriptors, options, D=d)
+    grid = triton.cdiv(num_queries, _ROWS) * batch_heads, 1, 1
+    first.launch(finish_kernel, grid, (), warps | {"launch_pdl": True}, D=power)
+    if heads > kv_heads:
+        grid = triton.cdiv(num_keys, _ROWS) * batch * kv_heads, 2, 1
+        first.launch(sum_kernel, grid, heads=kv_heads, D=power)
+    return dataclasses.replace(first.done, copies_do=copied)
 
-    def addresses(q_at, k_at, v_at, o_at, l_at, do_at, dq_at, dk_at, dv_at, *more_at):
-        bounds_at, (buffer_at, *parts_at) = more_at[: 2 * len(bounds)], more_at[2 * len(bounds) :]
-        stats_at, sum_at, counters_at, tile_at = workspace.addresses(buffer_at)
-        tile_at = tile_at if one_number else do_at
-        prepared = o_at, do_at, l_at, stats_at, sum_at, tile_at, counters_at
-        described = q_at, k_at, v_at, tile_at, *(parts_at or (dk_at, dv_at))
-        if wide:
-            main_at = *described, stats_at, sum_at
-        else:
-            main_at = *described, sum_at, stats_at, *(() if few else (counters_at, *bounds_at[1:]))
-        last_at = ((*parts_at, dk_at, dv_at),) if parts_at else ()
-        return *((bounds_at,) if bounds else ()), prepared, main_at, (sum_at, dq_at), *last_at
 
-    return Pass(launches, addresses, (*scratch, *more), copies_do=copied)
+# O and L, and dQ, dK and dV, as `again.forward` and `again.backward` describe them
+launch_forward = functools.partial(again.forward, first_forward)
+launch_backward = functools.partial(again.backward, first_backward)

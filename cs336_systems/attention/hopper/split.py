@@ -23,9 +23,10 @@ import triton.language as tl
 from cs336_systems.attention.triton.kernels import (
     LN_2,
     LOG2_E,
-    _head,
+    _ends_of_keys,
     _load_gradient,
     _load_tile,
+    _rows,
     _store_tile,
 )
 
@@ -51,18 +52,23 @@ def _dot(a, b, acc):
 
 
 @triton.jit
-def _product(a0, a1, a2, b0, b1, b2):
-    """a b, the smallest products first.
+def _product(a, b):
+    """a b, of their pieces, the smallest products first.
 
     It starts at zero, and sums over tiles are computed outside: a tensor core truncates its accumulator, always toward
     zero, at every step, and in sums over thousands of keys or queries that error would accumulate.
     """
-    product = _dot(a2, b0, tl.zeros((a0.shape[0], b0.shape[1]), tl.float32))
-    product = _dot(a0, b2, product)
-    product = _dot(a1, b1, product)
-    product = _dot(a1, b0, product)
-    product = _dot(a0, b1, product)
-    return _dot(a0, b0, product)
+    product = _dot(a[2], b[0], tl.zeros((a[0].shape[0], b[0].shape[1]), tl.float32))
+    product = _dot(a[0], b[2], product)
+    product = _dot(a[1], b[1], product)
+    product = _dot(a[1], b[0], product)
+    product = _dot(a[0], b[1], product)
+    return _dot(a[0], b[0], product)
+
+
+@triton.jit
+def _transposed(x):
+    return tl.trans(x[0]), tl.trans(x[1]), tl.trans(x[2])
 
 
 @triton.jit
@@ -82,46 +88,42 @@ def _store_pieces(pieces_ptr, row, piece_rows, tile, ROWS: tl.constexpr, D: tl.c
 
 
 @triton.jit
-def _split_rows(x_ptr, pieces_ptr,
-                stride_x_batch, stride_x_head, stride_x_row, stride_x_col,
-                index, first, heads, batch_heads, num_rows, padded_rows, ROWS: tl.constexpr, D: tl.constexpr,
+def _split_rows(x_rows, pieces_ptr, index, first, batch_heads, padded_rows, ROWS: tl.constexpr, D: tl.constexpr,
                 HEAD_DIM: tl.constexpr):  # fmt: skip
     """The pieces of ROWS rows of a head, if it has them."""
     if first < padded_rows:
-        x = _load_tile(_head(x_ptr, index, heads, stride_x_batch, stride_x_head), stride_x_row, stride_x_col,
-                       first, num_rows, ROWS, D, HEAD_DIM, True)  # fmt: skip
+        x = _load_tile(x_rows, first, ROWS, D, HEAD_DIM, True)
         _store_pieces(pieces_ptr, index * padded_rows + first, batch_heads * padded_rows, x, ROWS, D)
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys"])
-def split_kernel(q_ptr, k_ptr, v_ptr, pieces_ptr,
+def split_kernel(q_ptr, k_ptr, v_ptr, q_pieces_ptr, k_pieces_ptr, v_pieces_ptr,
                  stride_q_batch, stride_q_head, stride_q_row, stride_q_col,
                  stride_k_batch, stride_k_head, stride_k_row, stride_k_col,
                  stride_v_batch, stride_v_head, stride_v_row, stride_v_col,
                  heads, batch_heads, num_queries, num_keys, padded_queries, padded_keys, ROWS: tl.constexpr,
                  D: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS_PER_KV: tl.constexpr):  # fmt: skip
-    """The pieces of Q, K and V, (batch, heads, length, HEAD_DIM) with any strides, concatenated. Grid: (tiles
-    of the longer's rows · heads, 3)."""
+    """The pieces of Q, K and V, (batch, heads, length, HEAD_DIM) with any strides. Grid: (tiles of the longer's rows
+    · heads, 3)."""
     index = tl.program_id(0) % batch_heads
     first = tl.program_id(0) // batch_heads * ROWS
     batch_kv_heads, kv_heads = batch_heads // HEADS_PER_KV, heads // HEADS_PER_KV
     kv_index = tl.program_id(0) % batch_kv_heads
+    place, kv_place = (index, heads), (kv_index, kv_heads)
     first_key = tl.program_id(0) // batch_kv_heads * ROWS
-    keys_ptr = pieces_ptr + tl.cast(batch_heads, tl.int64) * padded_queries * (3 * D)
     if tl.program_id(1) == 0:
-        _split_rows(q_ptr, pieces_ptr, stride_q_batch, stride_q_head, stride_q_row, stride_q_col, index,
-                    first, heads, batch_heads, num_queries, padded_queries, ROWS, D, HEAD_DIM)  # fmt: skip
+        q_rows = _rows(q_ptr, place, num_queries, stride_q_batch, stride_q_head, stride_q_row, stride_q_col)
+        _split_rows(q_rows, q_pieces_ptr, index, first, batch_heads, padded_queries, ROWS, D, HEAD_DIM)
     elif tl.program_id(1) == 1:
-        _split_rows(k_ptr, keys_ptr, stride_k_batch, stride_k_head, stride_k_row, stride_k_col, kv_index, first_key,
-                    kv_heads, batch_kv_heads, num_keys, padded_keys, ROWS, D, HEAD_DIM)  # fmt: skip
+        k_rows = _rows(k_ptr, kv_place, num_keys, stride_k_batch, stride_k_head, stride_k_row, stride_k_col)
+        _split_rows(k_rows, k_pieces_ptr, kv_index, first_key, batch_kv_heads, padded_keys, ROWS, D, HEAD_DIM)
     else:
-        values_ptr = keys_ptr + tl.cast(batch_kv_heads, tl.int64) * padded_keys * (3 * D)
-        _split_rows(v_ptr, values_ptr, stride_v_batch, stride_v_head, stride_v_row, stride_v_col, kv_index,
-                    first_key, kv_heads, batch_kv_heads, num_keys, padded_keys, ROWS, D, HEAD_DIM)  # fmt: skip
+        v_rows = _rows(v_ptr, kv_place, num_keys, stride_v_batch, stride_v_head, stride_v_row, stride_v_col)
+        _split_rows(v_rows, v_pieces_ptr, kv_index, first_key, batch_kv_heads, padded_keys, ROWS, D, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["num_queries"])
-def split_gradient_kernel(o_ptr, do_ptr, pieces_ptr, delta_ptr,
+def split_gradient_kernel(o_ptr, do_ptr, do_pieces_ptr, delta_ptr,
                           stride_o_batch, stride_o_head, stride_o_row, stride_o_col,
                           stride_do_batch, stride_do_head, stride_do_row, stride_do_col,
                           heads, batch_heads, num_queries, padded_queries, ROWS: tl.constexpr,
@@ -129,29 +131,29 @@ def split_gradient_kernel(o_ptr, do_ptr, pieces_ptr, delta_ptr,
     """The pieces of dO, and delta = rowsum(dO ∘ O), (heads, padded_queries). ONE_COLUMN: dO's columns are one, with a
     stride of 0. Grid: (row tiles · heads,)."""
     index = tl.program_id(0) % batch_heads
+    place = index, heads
     first = tl.program_id(0) // batch_heads * ROWS
-    do = _load_gradient(_head(do_ptr, index, heads, stride_do_batch, stride_do_head), stride_do_row,
-                        stride_do_col, first, num_queries, ROWS, D, HEAD_DIM, True, ONE_COLUMN)  # fmt: skip
+    do_rows = _rows(do_ptr, place, num_queries, stride_do_batch, stride_do_head, stride_do_row, stride_do_col)
+    do = _load_gradient(do_rows, first, ROWS, D, HEAD_DIM, True, ONE_COLUMN)
     if ONE_COLUMN:  # one number for a row, or for all: in the padding it has to be zero as well
         columns = tl.arange(0, D)
         do = tl.where((columns < HEAD_DIM)[None, :], do, 0.0)
-    o = _load_tile(_head(o_ptr, index, heads, stride_o_batch, stride_o_head), stride_o_row, stride_o_col,
-                   first, num_queries, ROWS, D, HEAD_DIM, True)  # fmt: skip
+    o_rows = _rows(o_ptr, place, num_queries, stride_o_batch, stride_o_head, stride_o_row, stride_o_col)
+    o = _load_tile(o_rows, first, ROWS, D, HEAD_DIM, True)
     rows = tl.cast(index, tl.int64) * padded_queries + first + tl.arange(0, ROWS)
     tl.store(delta_ptr + rows, tl.sum(o * do, 1))
-    _store_pieces(pieces_ptr, index * padded_queries + first, batch_heads * padded_queries, do, ROWS, D)
+    _store_pieces(do_pieces_ptr, index * padded_queries + first, batch_heads * padded_queries, do, ROWS, D)
 
 
 # ------------------------------------------------------------------------------------------------ forward
 @triton.jit
-def _forward_steps(q0, q1, q2, k_desc, v_desc, key_row, key_piece, max_log2, row_sum, acc, first_query,
-                   first_key, end_key, num_keys, scale_log2, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                   MASKED: tl.constexpr, IS_CAUSAL: tl.constexpr, EVEN_N: tl.constexpr):  # fmt: skip
+def _forward_steps(q, k_desc, v_desc, key_row, key_piece, max_log2, row_sum, acc, first_query, first_key, end_key,
+                   num_keys, scale_log2, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+                   IS_CAUSAL: tl.constexpr, EVEN_N: tl.constexpr):  # fmt: skip
     """The online softmax over the key tiles in [first_key, end_key)."""
     queries = first_query + tl.arange(0, BLOCK_M)
     for key in tl.range(first_key, end_key, BLOCK_N):
-        k0, k1, k2 = _load(k_desc, key_row + key, key_piece)
-        s = _product(q0, q1, q2, tl.trans(k0), tl.trans(k1), tl.trans(k2))
+        s = _product(q, _transposed(_load(k_desc, key_row + key, key_piece)))
         if MASKED:
             keys = key + tl.arange(0, BLOCK_N)
             if IS_CAUSAL:
@@ -163,9 +165,8 @@ def _forward_steps(q0, q1, q2, k_desc, v_desc, key_row, key_piece, max_log2, row
         alpha = tl.exp2(max_log2 - new_max)
         row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
-        v0, v1, v2 = _load(v_desc, key_row + key, key_piece)
-        p0, p1, p2 = _pieces(p)
-        acc += _product(p0, p1, p2, v0, v1, v2)
+        v = _load(v_desc, key_row + key, key_piece)
+        acc += _product(_pieces(p), v)
         max_log2 = new_max
     return max_log2, row_sum, acc
 
@@ -178,28 +179,21 @@ def forward_kernel(q_desc, k_desc, v_desc, o_ptr, l_ptr,
                    IS_CAUSAL: tl.constexpr, EVEN_N: tl.constexpr, HEADS_PER_KV: tl.constexpr):  # fmt: skip
     """O and L of one tile of queries of one head. Grid: (query tiles · heads,), heaviest first."""
     index = tl.program_id(0) % batch_heads
+    place = index, heads
     tile = tl.cdiv(num_queries, BLOCK_M) - 1 - tl.program_id(0) // batch_heads
     first_query = tile * BLOCK_M
-    q0, q1, q2 = _load(q_desc, index * padded_queries + first_query, batch_heads * padded_queries)
+    q = _load(q_desc, index * padded_queries + first_query, batch_heads * padded_queries)
     key_row, key_piece = index // HEADS_PER_KV * padded_keys, batch_heads // HEADS_PER_KV * padded_keys
     max_log2 = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, D), tl.float32)
-    if IS_CAUSAL:
-        unmasked_end = tl.minimum((first_query + 1) // BLOCK_N, num_keys // BLOCK_N) * BLOCK_N
-        end = tl.minimum(first_query + BLOCK_M, num_keys)
-    else:
-        unmasked_end = (num_keys // BLOCK_N) * BLOCK_N
-        end = num_keys
-    max_log2, row_sum, acc = _forward_steps(
-        q0, q1, q2, k_desc, v_desc, key_row, key_piece, max_log2, row_sum, acc, first_query, 0, unmasked_end,
-        num_keys, scale_log2, BLOCK_M, BLOCK_N, False, IS_CAUSAL, EVEN_N)  # fmt: skip
-    if IS_CAUSAL or not EVEN_N:
+    _, ends = _ends_of_keys(first_query, num_queries, num_keys, None, None, BLOCK_M, BLOCK_N, IS_CAUSAL)
+    for part in tl.static_range(1, 3 if IS_CAUSAL or not EVEN_N else 2):
         max_log2, row_sum, acc = _forward_steps(
-            q0, q1, q2, k_desc, v_desc, key_row, key_piece, max_log2, row_sum, acc, first_query, unmasked_end, end,
-            num_keys, scale_log2, BLOCK_M, BLOCK_N, True, IS_CAUSAL, EVEN_N)  # fmt: skip
-    _store_tile(_head(o_ptr, index, heads, stride_o_batch, stride_o_head), stride_o_row, stride_o_col,
-                first_query, num_queries, acc / row_sum[:, None], BLOCK_M, D, HEAD_DIM)  # fmt: skip
+            q, k_desc, v_desc, key_row, key_piece, max_log2, row_sum, acc, first_query, ends[part], ends[part + 1],
+            num_keys, scale_log2, BLOCK_M, BLOCK_N, part != 1, IS_CAUSAL, EVEN_N)  # fmt: skip
+    o_rows = _rows(o_ptr, place, num_queries, stride_o_batch, stride_o_head, stride_o_row, stride_o_col)
+    _store_tile(o_rows, first_query, acc / row_sum[:, None], HEAD_DIM)
     queries = first_query + tl.arange(0, BLOCK_M)
     logsumexp = (max_log2 + tl.log2(row_sum)) * LN_2
     tl.store(l_ptr + tl.cast(index, tl.int64) * num_queries + queries, logsumexp, mask=queries < num_queries)
@@ -207,17 +201,16 @@ def forward_kernel(q_desc, k_desc, v_desc, o_ptr, l_ptr,
 
 # ------------------------------------------------------------------------------------------------ backward: queries
 @triton.jit
-def _query_steps(q0, q1, q2, do0, do1, do2, l_log2, delta, dq, k_desc, v_desc, key_row, key_piece,
-                 first_query, first_key, end_key, num_keys, scale_log2, BLOCK_M: tl.constexpr,
-                 BLOCK_N: tl.constexpr, MASKED: tl.constexpr, IS_CAUSAL: tl.constexpr,
-                 EVEN_N: tl.constexpr):  # fmt: skip
+def _query_steps(q, do, l_log2, delta, dq, k_desc, v_desc, key_row, key_piece, first_query, first_key, end_key,
+                 num_keys, scale_log2, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+                 IS_CAUSAL: tl.constexpr, EVEN_N: tl.constexpr):  # fmt: skip
     """dQ / scale summed over the key tiles in [first_key, end_key)."""
     queries = first_query + tl.arange(0, BLOCK_M)
     for key in tl.range(first_key, end_key, BLOCK_N):
-        k0, k1, k2 = _load(k_desc, key_row + key, key_piece)
-        v0, v1, v2 = _load(v_desc, key_row + key, key_piece)
-        s = _product(q0, q1, q2, tl.trans(k0), tl.trans(k1), tl.trans(k2))
-        dp = _product(do0, do1, do2, tl.trans(v0), tl.trans(v1), tl.trans(v2))
+        k = _load(k_desc, key_row + key, key_piece)
+        v = _load(v_desc, key_row + key, key_piece)
+        s = _product(q, _transposed(k))
+        dp = _product(do, _transposed(v))
         p = tl.exp2(s * scale_log2 - l_log2[:, None])
         if MASKED:
             keys = key + tl.arange(0, BLOCK_N)
@@ -225,8 +218,7 @@ def _query_steps(q0, q1, q2, do0, do1, do2, l_log2, delta, dq, k_desc, v_desc, k
                 p = tl.where(queries[:, None] >= keys[None, :], p, 0.0)
             if not EVEN_N:
                 p = tl.where((keys < num_keys)[None, :], p, 0.0)
-        ds0, ds1, ds2 = _pieces(p * (dp - delta[:, None]))
-        dq += _product(ds0, ds1, ds2, k0, k1, k2)
+        dq += _product(_pieces(p * (dp - delta[:, None])), k)
     return dq
 
 
@@ -238,39 +230,32 @@ def _query_program(program, q_desc, k_desc, v_desc, do_desc, l_ptr, delta_ptr, d
                    IS_CAUSAL: tl.constexpr, EVEN_N: tl.constexpr, HEADS_PER_KV: tl.constexpr):  # fmt: skip
     """dQ of one tile of queries of one head, heaviest first."""
     index = program % batch_heads
+    place = index, heads
     tile = tl.cdiv(num_queries, BLOCK_M) - 1 - program // batch_heads
     first_query = tile * BLOCK_M
     queries = first_query + tl.arange(0, BLOCK_M)
     row, piece = index * padded_queries + first_query, batch_heads * padded_queries
-    q0, q1, q2 = _load(q_desc, row, piece)
-    do0, do1, do2 = _load(do_desc, row, piece)
+    q = _load(q_desc, row, piece)
+    do = _load(do_desc, row, piece)
     l_log2 = tl.load(l_ptr + tl.cast(index, tl.int64) * num_queries + queries, mask=queries < num_queries,
                      other=0.0) * LOG2_E  # fmt: skip
     delta = tl.load(delta_ptr + tl.cast(index, tl.int64) * padded_queries + queries)
     key_row, key_piece = index // HEADS_PER_KV * padded_keys, batch_heads // HEADS_PER_KV * padded_keys
     dq = tl.zeros((BLOCK_M, D), tl.float32)
-    if IS_CAUSAL:
-        unmasked_end = tl.minimum((first_query + 1) // BLOCK_N, num_keys // BLOCK_N) * BLOCK_N
-        end = tl.minimum(first_query + BLOCK_M, num_keys)
-    else:
-        unmasked_end = (num_keys // BLOCK_N) * BLOCK_N
-        end = num_keys
-    dq = _query_steps(q0, q1, q2, do0, do1, do2, l_log2, delta, dq, k_desc, v_desc, key_row, key_piece,
-                      first_query, 0, unmasked_end, num_keys, scale_log2, BLOCK_M, BLOCK_N, False, IS_CAUSAL,
-                      EVEN_N)  # fmt: skip
-    if IS_CAUSAL or not EVEN_N:
-        dq = _query_steps(q0, q1, q2, do0, do1, do2, l_log2, delta, dq, k_desc, v_desc, key_row, key_piece,
-                          first_query, unmasked_end, end, num_keys, scale_log2, BLOCK_M, BLOCK_N, True, IS_CAUSAL,
+    _, ends = _ends_of_keys(first_query, num_queries, num_keys, None, None, BLOCK_M, BLOCK_N, IS_CAUSAL)
+    for part in tl.static_range(1, 3 if IS_CAUSAL or not EVEN_N else 2):
+        dq = _query_steps(q, do, l_log2, delta, dq, k_desc, v_desc, key_row, key_piece, first_query, ends[part],
+                          ends[part + 1], num_keys, scale_log2, BLOCK_M, BLOCK_N, part != 1, IS_CAUSAL,
                           EVEN_N)  # fmt: skip
-    _store_tile(_head(dq_ptr, index, heads, stride_dq_batch, stride_dq_head), stride_dq_row, stride_dq_col,
-                first_query, num_queries, dq * scale, BLOCK_M, D, HEAD_DIM)  # fmt: skip
+    dq_rows = _rows(dq_ptr, place, num_queries, stride_dq_batch, stride_dq_head, stride_dq_row, stride_dq_col)
+    _store_tile(dq_rows, first_query, dq * scale, HEAD_DIM)
 
 
 # ------------------------------------------------------------------------------------------------ backward: keys
 @triton.jit
-def _key_steps(k0, k1, k2, v0, v1, v2, dk, dv, q_desc, do_desc, l_base, delta_base, query_row, query_piece,
-               first_key, first_query, end_query, num_queries, scale_log2, BLOCK_M: tl.constexpr,
-               BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, EVEN_M: tl.constexpr):  # fmt: skip
+def _key_steps(k, v, dk, dv, q_desc, do_desc, l_base, delta_base, query_row, query_piece, first_key, first_query,
+               end_query, num_queries, scale_log2, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+               DIAGONAL: tl.constexpr, EVEN_M: tl.constexpr):  # fmt: skip
     """dK / scale and dV summed over the query tiles in [first_query, end_query); scores are transposed.
 
     Rows past the last query need no mask: q, dO, L and delta are zero there, and so is what they add.
@@ -278,22 +263,20 @@ def _key_steps(k0, k1, k2, v0, v1, v2, dk, dv, q_desc, do_desc, l_base, delta_ba
     keys = first_key + tl.arange(0, BLOCK_N)
     for query in tl.range(first_query, end_query, BLOCK_M):
         queries = query + tl.arange(0, BLOCK_M)
-        q0, q1, q2 = _load(q_desc, query_row + query, query_piece)
-        do0, do1, do2 = _load(do_desc, query_row + query, query_piece)
+        q = _load(q_desc, query_row + query, query_piece)
+        do = _load(do_desc, query_row + query, query_piece)
         if EVEN_M:
             l_log2 = tl.load(l_base + queries) * LOG2_E
         else:
             l_log2 = tl.load(l_base + queries, mask=queries < num_queries, other=0.0) * LOG2_E
         delta = tl.load(delta_base + queries)
-        s = _product(k0, k1, k2, tl.trans(q0), tl.trans(q1), tl.trans(q2))
+        s = _product(k, _transposed(q))
         p = tl.exp2(s * scale_log2 - l_log2[None, :])
         if DIAGONAL:
             p = tl.where(queries[None, :] >= keys[:, None], p, 0.0)
-        p0, p1, p2 = _pieces(p)
-        dv += _product(p0, p1, p2, do0, do1, do2)
-        dp = _product(v0, v1, v2, tl.trans(do0), tl.trans(do1), tl.trans(do2))
-        ds0, ds1, ds2 = _pieces(p * (dp - delta[None, :]))
-        dk += _product(ds0, ds1, ds2, q0, q1, q2)
+        dv += _product(_pieces(p), do)
+        dp = _product(v, _transposed(do))
+        dk += _product(_pieces(p * (dp - delta[None, :])), q)
     return dk, dv
 
 
@@ -307,10 +290,11 @@ def _key_program(program, q_desc, k_desc, v_desc, do_desc, l_ptr, delta_ptr, dk_
     """dK and dV of one tile of keys of one head, over the heads of queries that share it; heaviest first."""
     batch_kv_heads, kv_heads = batch_heads // HEADS_PER_KV, heads // HEADS_PER_KV
     index = program % batch_kv_heads
+    place = index, kv_heads
     first_key = (program // batch_kv_heads) * BLOCK_N
     row, piece = index * padded_keys + first_key, batch_kv_heads * padded_keys
-    k0, k1, k2 = _load(k_desc, row, piece)
-    v0, v1, v2 = _load(v_desc, row, piece)
+    k = _load(k_desc, row, piece)
+    v = _load(v_desc, row, piece)
     dk = tl.zeros((BLOCK_N, D), tl.float32)
     dv = tl.zeros((BLOCK_N, D), tl.float32)
     for i in range(HEADS_PER_KV):
@@ -325,16 +309,16 @@ def _key_program(program, q_desc, k_desc, v_desc, do_desc, l_ptr, delta_ptr, dk_
             # at 128 columns a loop of its own for the diagonal would need more registers than there are
             if D < 128:
                 masked_end = tl.minimum(tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M, num_queries)
-                dk, dv = _key_steps(k0, k1, k2, v0, v1, v2, dk, dv, q_desc, do_desc, l_base, delta_base,
-                                    query_row, query_piece, first_key, start, masked_end, num_queries, scale_log2,
-                                    BLOCK_M, BLOCK_N, True, EVEN_M)  # fmt: skip
-        dk, dv = _key_steps(k0, k1, k2, v0, v1, v2, dk, dv, q_desc, do_desc, l_base, delta_base, query_row,
-                            query_piece, first_key, masked_end, num_queries, num_queries, scale_log2, BLOCK_M,
-                            BLOCK_N, IS_CAUSAL and D >= 64, EVEN_M)  # fmt: skip
-    _store_tile(_head(dk_ptr, index, kv_heads, stride_dk_batch, stride_dk_head), stride_dk_row, stride_dk_col,
-                first_key, num_keys, dk * scale, BLOCK_N, D, HEAD_DIM)  # fmt: skip
-    _store_tile(_head(dv_ptr, index, kv_heads, stride_dv_batch, stride_dv_head), stride_dv_row, stride_dv_col,
-                first_key, num_keys, dv, BLOCK_N, D, HEAD_DIM)  # fmt: skip
+                dk, dv = _key_steps(k, v, dk, dv, q_desc, do_desc, l_base, delta_base, query_row, query_piece,
+                                    first_key, start, masked_end, num_queries, scale_log2, BLOCK_M, BLOCK_N, True,
+                                    EVEN_M)  # fmt: skip
+        dk, dv = _key_steps(k, v, dk, dv, q_desc, do_desc, l_base, delta_base, query_row, query_piece, first_key,
+                            masked_end, num_queries, num_queries, scale_log2, BLOCK_M, BLOCK_N, IS_CAUSAL and D >= 64,
+                            EVEN_M)  # fmt: skip
+    dk_rows = _rows(dk_ptr, place, num_keys, stride_dk_batch, stride_dk_head, stride_dk_row, stride_dk_col)
+    _store_tile(dk_rows, first_key, dk * scale, HEAD_DIM)
+    dv_rows = _rows(dv_ptr, place, num_keys, stride_dv_batch, stride_dv_head, stride_dv_row, stride_dv_col)
+    _store_tile(dv_rows, first_key, dv, HEAD_DIM)
 
 
 # ------------------------------------------------------------------------------------------------ backward: both

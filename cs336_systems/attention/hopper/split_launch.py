@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
-from typing import Any
+import functools
 
 import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cs336_systems.attention.hopper import split
-from cs336_systems.attention.hopper.launch import LOG2_E
-from cs336_systems.attention.hopper.tma import first_launch
 from cs336_systems.attention.triton import again
-from cs336_systems.attention.triton.again import Launch, Pass
-from cs336_systems.attention.triton.launch import INTERPRETED, options_of, strides, wide
+from cs336_systems.attention.triton.again import Pass
+from cs336_systems.attention.triton.launch import First, options_of
 from cs336_systems.attention.triton.tiles import Tiles, few_programs_of, multiprocessors_of
 
 MAX_HEAD_DIM = 128
@@ -128,106 +124,53 @@ def serves(
     return 3 * batch * heads * padded_rows(max(num_queries, num_keys)) <= _MAX_ROWS
 
 
-def _descriptor(pieces: torch.Tensor, rows: int) -> TensorDescriptor:
-    return TensorDescriptor(pieces, list(pieces.shape), list(pieces.stride()), [rows, pieces.shape[1]])
-
-
-def _launch(
-    kernel: Any, grid: tuple[int, int, int], descriptors: tuple[TensorDescriptor, ...], pointers: int,
-    arguments: dict[str, Any], tiles: Tiles | None = None,
-) -> list[Launch]:  # fmt: skip
-    """Launches a kernel; how to do so again, or nothing in Triton's interpreter."""
-    options = {} if tiles is None else options_of(tiles)
-    if INTERPRETED:
-        kernel[grid](*descriptors, **arguments)
-        return []
-    return [first_launch(wide(kernel, arguments), grid, descriptors, pointers, arguments, **options)]
-
-
-@dataclass(frozen=True)
-class Room:
-    """The layout of the pieces of Q, K, V and, for gradients, dO, concatenated in one tensor: the rows of each, the
-    tensor's shape, and the bytes before each."""
-
-    rows: tuple[int, ...]
-    shape: tuple[int, int]
-    before: tuple[int, ...]
-
-    def addresses(self, start: int) -> tuple[int, ...]:
-        """Where the pieces of each lie in a tensor at `start`."""
-        return tuple([start + n for n in self.before])
-
-
-def room(q_shape: torch.Size, k_shape: torch.Size, gradient: bool) -> Room:
-    """The room for tensors of these shapes (batch, heads, n, d)."""
-    d = padded(q_shape[3])
-    queries, keys = (3 * batch * heads * padded_rows(n) for batch, heads, n, _ in (q_shape, k_shape))
-    rows = (queries, keys, keys, queries) if gradient else (queries, keys, keys)
-    before = tuple(itertools.accumulate((2 * d * n for n in rows[:-1]), initial=0))
-    return Room(rows, (sum(rows), d), before)
-
-
-def _split(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: torch.Tensor) -> list[Launch]:
+def split_all(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, is_causal: bool,
+    **gradients: torch.Tensor,
+) -> First:  # fmt: skip
+    """A pass that begins with the pieces of Q, K and V, (3 · heads · rows, D): `q_pieces`, … Of gradients it has room
+    for those of dO, and for delta."""
     batch, heads, num_queries, head_dim = q.shape
-    num_keys = k.shape[2]
+    num_keys, d = k.shape[2], padded(head_dim)
     queries, keys = padded_rows(num_queries), padded_rows(num_keys)
-    arguments = dict(q_ptr=q, k_ptr=k, v_ptr=v, pieces_ptr=pieces)
-    arguments |= strides("q", q) | strides("k", k) | strides("v", v)
-    arguments |= dict(
-        heads=heads, batch_heads=batch * heads, num_queries=num_queries, num_keys=num_keys, padded_queries=queries,
-        padded_keys=keys, ROWS=_ROWS, D=pieces.shape[1], HEAD_DIM=head_dim, HEADS_PER_KV=heads // k.shape[1],
-    )  # fmt: skip
-    grid = (batch * heads * max(queries, keys) // _ROWS, 3, 1)
-    return _launch(split.split_kernel, grid, (), 4, arguments)
+    lengths = dict(q=queries * heads, k=keys * k.shape[1], v=keys * k.shape[1])
+    lengths |= {"do": queries * heads} if gradients else {}
+    scratch = {f"{x}_pieces": ((3 * batch * n, d), torch.bfloat16) for x, n in lengths.items()}
+    if gradients:
+        scratch["delta"] = (batch * heads, queries), torch.float32
+    first = First(q, k, v, o, logsumexp, is_causal, scratch=scratch, **gradients)
+    first.values |= dict(padded_queries=queries, padded_keys=keys, ROWS=_ROWS, D=d)
+    first.launch(split.split_kernel, (batch * heads * max(queries, keys) // _ROWS, 3, 1))
+    return first
+
+
+def _described(first: First, **rows: int) -> list[tuple[str, TensorDescriptor]]:
+    """Descriptors of the pieces of tensors, in tiles of so many rows."""
+    return [
+        (name, TensorDescriptor(x, list(x.shape), list(x.stride()), [n, x.shape[1]]))
+        for name, n in rows.items()
+        for x in (first.tensors[name],)
+    ]
 
 
 # ------------------------------------------------------------------------------------------------ forward
-def launch_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, tiles: Tiles | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """O and L as `again.forward` describes them."""
-    return again.forward(first_forward, q, k, v, is_causal, tiles)
-
-
 def first_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, is_causal: bool,
     tiles: Tiles | None = None,
 ) -> Pass:  # fmt: skip
     """Launches the forward pass into `o` and `logsumexp`, as `again.forward` asks for it."""
     batch, heads, num_queries, head_dim = q.shape
-    own = room(q.shape, k.shape, False)
-    scratch = ((own.shape, torch.bfloat16),)
-    (pieces,) = again.empty(scratch, q.device)
-    num_keys, d = k.shape[2], pieces.shape[1]
     tiles = tiles or forward_tiles(head_dim, batch * heads, num_queries, _multiprocessors(q.device))
-    launches = _split(q, k, v, pieces)
-    arguments = dict(o_ptr=o, l_ptr=logsumexp) | strides("o", o)
-    arguments |= dict(
-        batch_heads=batch * heads, heads=heads, num_queries=num_queries, num_keys=num_keys,
-        padded_queries=padded_rows(num_queries), padded_keys=padded_rows(num_keys), scale_log2=head_dim**-0.5 * LOG2_E,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, D=d, HEAD_DIM=head_dim, IS_CAUSAL=is_causal,
-        EVEN_N=num_keys % tiles.block_n == 0, HEADS_PER_KV=heads // k.shape[1],
+    first = split_all(q, k, v, o, logsumexp, is_causal)
+    described = _described(first, q_pieces=tiles.block_m, k_pieces=tiles.block_n, v_pieces=tiles.block_n)
+    first.launch(
+        split.forward_kernel, (triton.cdiv(num_queries, tiles.block_m) * batch * heads, 1, 1), described,
+        options_of(tiles), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, EVEN_N=k.shape[2] % tiles.block_n == 0,
     )  # fmt: skip
-    rows = (tiles.block_m, tiles.block_n, tiles.block_n)
-    described = tuple(_descriptor(x, n) for x, n in zip(pieces.split(own.rows), rows, strict=True))
-    grid = (triton.cdiv(num_queries, tiles.block_m) * batch * heads, 1, 1)
-    launches += _launch(split.forward_kernel, grid, described, 2, arguments, tiles)
-
-    def addresses(q_at, k_at, v_at, o_at, l_at, pieces_at):
-        return (q_at, k_at, v_at, pieces_at), (*own.addresses(pieces_at), o_at, l_at)
-
-    return Pass(launches, addresses, scratch)
+    return first.done
 
 
 # ------------------------------------------------------------------------------------------------ backward
-def launch_backward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, do: torch.Tensor,
-    is_causal: bool, tiles: tuple[Tiles, Tiles] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dQ, dK, dV as `again.backward` describes them."""
-    return again.backward(first_backward, q, k, v, o, logsumexp, do, is_causal, tiles)
-
-
 def first_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, do: torch.Tensor,
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, is_causal: bool, tiles: tuple[Tiles, Tiles] | None = None,
@@ -235,45 +178,27 @@ def first_backward(
     """Launches the three kernels of the backward pass into `dq`, `dk` and `dv`, as `again.backward` asks for it."""
     batch, heads, num_queries, head_dim = q.shape
     num_keys, batch_heads = k.shape[2], batch * heads
-    padded_queries, padded_keys = padded_rows(num_queries), padded_rows(num_keys)
-    own = room(q.shape, k.shape, True)
-    scratch = (own.shape, torch.bfloat16), ((batch_heads, padded_queries), torch.float32)
-    pieces, delta = again.empty(scratch, q.device)
-    d, scale = pieces.shape[1], head_dim**-0.5
-    launches = _split(q, k, v, pieces)
-    of_each = pieces.split(own.rows)
-    arguments = dict(o_ptr=o, do_ptr=do, pieces_ptr=of_each[3], delta_ptr=delta)
-    arguments |= strides("o", o) | strides("do", do)
-    arguments |= dict(
-        heads=heads, batch_heads=batch_heads, num_queries=num_queries, padded_queries=padded_queries, ROWS=_ROWS, D=d,
-        HEAD_DIM=head_dim, ONE_COLUMN=do.stride(3) == 0,
-    )  # fmt: skip
-    grid = (batch_heads * padded_queries // _ROWS, 1, 1)
-    launches += _launch(split.split_gradient_kernel, grid, (), 4, arguments)
+    first = split_all(q, k, v, o, logsumexp, is_causal, do=do, dq=dq, dk=dk, dv=dv)
+    grid = batch_heads * padded_rows(num_queries) // _ROWS, 1, 1
+    first.launch(split.split_gradient_kernel, grid, ONE_COLUMN=do.stride(3) == 0)
     few = few_backward(head_dim, batch_heads, num_queries, num_keys, _multiprocessors(q.device))
     by_query, by_key = tiles or backward_tiles(head_dim, few)
-    arguments = dict(l_ptr=logsumexp, delta_ptr=delta, dq_ptr=dq, dk_ptr=dk, dv_ptr=dv)
-    arguments |= strides("dq", dq) | strides("dk", dk) | strides("dv", dv)
     query_programs = triton.cdiv(num_queries, by_query.block_m) * batch_heads
     key_programs = triton.cdiv(num_keys, by_key.block_n) * batch * k.shape[1]
-    arguments |= dict(
-        batch_heads=batch_heads, heads=heads, num_queries=num_queries, num_keys=num_keys,
-        padded_queries=padded_queries, padded_keys=padded_keys, query_programs=query_programs,
-        key_programs=key_programs, scale_log2=scale * LOG2_E, scale=scale, QUERY_M=by_query.block_m,
-        QUERY_N=by_query.block_n, KEY_M=by_key.block_m, KEY_N=by_key.block_n, D=d, HEAD_DIM=head_dim,
-        IS_CAUSAL=is_causal, EVEN_M=num_queries % by_key.block_m == 0, EVEN_N=num_keys % by_query.block_n == 0,
-        HEADS_PER_KV=heads // k.shape[1], IN_TURNS=few,
+    described = []
+    for t in (by_query, by_key):
+        described += _described(
+            first, q_pieces=t.block_m, k_pieces=t.block_n, v_pieces=t.block_n, do_pieces=t.block_m
+        )
+    first.launch(
+        split.backward_kernel, (2 * max(query_programs, key_programs) if few else query_programs + key_programs, 1, 1),
+        described, options_of(by_key), query_programs=query_programs, key_programs=key_programs,
+        QUERY_M=by_query.block_m, QUERY_N=by_query.block_n, KEY_M=by_key.block_m, KEY_N=by_key.block_n,
+        EVEN_M=num_queries % by_key.block_m == 0, EVEN_N=num_keys % by_query.block_n == 0, IN_TURNS=few,
     )  # fmt: skip
-    rows = (by_query.block_m, by_query.block_n, by_query.block_n, by_query.block_m)
-    rows += (by_key.block_m, by_key.block_n, by_key.block_n, by_key.block_m)
-    described = tuple(_descriptor(x, n) for x, n in zip(of_each * 2, rows, strict=True))
-    grid = (2 * max(query_programs, key_programs) if few else query_programs + key_programs, 1, 1)
-    launches += _launch(split.backward_kernel, grid, described, 5, arguments, by_key)
+    return first.done
 
-    def addresses(q_at, k_at, v_at, o_at, l_at, do_at, dq_at, dk_at, dv_at, pieces_at, delta_at):
-        of_each = own.addresses(pieces_at)
-        gradient = o_at, do_at, of_each[3], delta_at
-        both = *of_each, *of_each, l_at, delta_at, dq_at, dk_at, dv_at
-        return (q_at, k_at, v_at, pieces_at), gradient, both
 
-    return Pass(launches, addresses, scratch)
+# O and L, and dQ, dK and dV, as `again.forward` and `again.backward` describe them
+launch_forward = functools.partial(again.forward, first_forward)
+launch_backward = functools.partial(again.backward, first_backward)

@@ -8,6 +8,7 @@ the addresses of the tensors, which a loop meets again and again.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,14 @@ from triton.runtime import driver
 
 from cs336_systems.attention.available import untried_triton
 
+try:  # not part of triton's public API: without it, launches that take descriptors go the slow path
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+except ImportError:
+    make_tensordesc_arg = None
+else:
+    # from triton 3.8 on it takes a third argument, and makes no use of it
+    _UNUSED = (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
+
 # what launches a kernel, and all that it takes
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 Shape = tuple[int, ...]
@@ -26,13 +35,49 @@ Shape = tuple[int, ...]
 Seen = tuple[()] | tuple[int | None, torch.Tensor | None] | tuple[int | None, torch.Tensor, int]
 
 
+class _Again:
+    """What triton needs of a descriptor, for a tensor at an address with the layout of an earlier one."""
+
+    __slots__ = ("address", "padding", "round_f32_to_tf32", "shape", "strides")
+
+    def __init__(self, address: int, shape: list[int], strides: list[int]) -> None:
+        self.address, self.shape, self.strides = address, shape, strides
+        self.padding, self.round_f32_to_tf32 = "zero", False
+
+    @property
+    def base(self) -> _Again:
+        return self
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@dataclass(frozen=True, eq=False)
+class Described:
+    """An argument of a launch that TMA knows by a descriptor: its layout, and what triton knows of it for the kernel.
+    Triton rebuilds the arguments of a descriptor at each launch, in Python; here they are kept by address."""
+
+    shape: list[int]
+    strides: list[int]
+    meta: Any
+
+
+@functools.lru_cache(maxsize=20_000)  # some 10 MB
+def _arguments(described: Described, address: int) -> list[Any]:
+    """What the launcher in C takes for a tensor of this layout at an address."""
+    return make_tensordesc_arg(_Again(address, described.shape, described.strides), described.meta, *_UNUSED)
+
+
 @dataclass(frozen=True)
 class Launch:
-    """A kernel that was launched once: compiled, its grid, and its arguments after the tensors."""
+    """A kernel that was launched once: compiled, its grid, the names of its tensors (see `Pass`), which are its first
+    arguments, its other arguments; and the layouts of the first of its tensors, which it takes by descriptors."""
 
     compiled: Any
     grid: tuple[int, int, int]
+    names: tuple[str | None, ...]
     rest: tuple[Any, ...]
+    described: tuple[Described, ...] = ()
 
     @functools.cached_property
     def launcher(self) -> Callable[..., Any] | None:
@@ -44,26 +89,28 @@ class Launch:
         # memory to allocate, or arguments to add (triton 3.8's sanitizer)
         if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
             return None
-        return run.launch
+        if not self.described:
+            return run.launch
+        # that below triton's layer which makes arguments of descriptors
+        code, cells = getattr(run.launch, "__code__", None), getattr(run.launch, "__closure__", None)
+        unknown = make_tensordesc_arg is None or any(x.meta is None for x in self.described)
+        if unknown or not code or not cells:
+            return None
+        return dict(zip(code.co_freevars, (x.cell_contents for x in cells), strict=True)).get("launcher")
 
-    def of_addresses(self, addresses: Shape) -> tuple[Any, ...]:
-        """What the launcher in C takes for the tensors at these addresses."""
-        return addresses
-
-    def of_tensors(self, addresses: Shape) -> tuple[Any, ...]:
-        """What triton's layers above the launcher take for them. Addresses instead of tensors save them from asking the
-        driver about each."""
-        return addresses
-
-    def call(self, stream: int, addresses: Shape) -> Call:
+    def call(self, stream: int, at: dict[str | None, int | None]) -> Call:
         """How to launch the kernel on a stream, on tensors at these addresses."""
+        addresses = tuple([at[name] for name in self.names])
         compiled, run, launcher = self.compiled, self.compiled.run, self.launcher
         metadata = (compiled.packed_metadata, None, None, None)  # none of this launch, no hooks
+        of_descriptors = [*zip(self.described, addresses, strict=False)]
+        others = *addresses[len(of_descriptors) :], *self.rest
         if launcher is None:
-            of_tensors = self.of_tensors(addresses)
-            return run, (*self.grid, stream, compiled.function, *metadata, *of_tensors, *self.rest)
+            # addresses instead of tensors save triton's layers from asking the driver about each
+            described = [_Again(address, x.shape, x.strides) for x, address in of_descriptors]
+            return run, (*self.grid, stream, compiled.function, *metadata, *described, *others)
         how = (*self.grid, stream, compiled.function, run.launch_cooperative_grid, run.launch_pdl)
-        arguments = (*self.of_addresses(addresses), *self.rest)
+        arguments = (*itertools.chain(*[_arguments(*x) for x in of_descriptors]), *others)
         if hasattr(run, "kernel_signature"):  # triton 3.7 and later
             of_kernel = run.arg_annotations, run.kernel_signature, arguments
             return launcher, (*how, *metadata, None, None, *of_kernel)
@@ -77,21 +124,23 @@ _serials = itertools.count()
 class Pass:
     """The launches of one pass; none in triton's interpreter.
 
-    addresses: takes those of q, k, v, o and L, in a backward pass then of dO, dQ, dK and dV, of cu_seqlens where given,
-    and last of scratch; returns for each launch those of its tensors. scratch: the shapes and dtypes of what the
-    launches share. copies_do: dO has a layout that they cannot read, and is copied first.
+    names: of the tensors that it is given. size, offsets: what the launches share is one buffer of so many bytes, since
+    allocating several costs the host more; and where in it each of its tensors begins, by name. copies_do: dO has a
+    layout that they cannot read, and is copied first.
     """
 
     launches: list[Launch]
-    addresses: Callable[..., tuple[Shape, ...]]
-    scratch: tuple[tuple[Shape, torch.dtype], ...] = ()
+    names: tuple[str, ...]
+    size: int = 0
+    offsets: dict[str, int] = field(default_factory=dict)
     copies_do: bool = False
     serial: int = field(default_factory=_serials.__next__)
 
     def again(self, device: torch.device, *addresses: int) -> None:
-        """Launches on tensors at these addresses, on the device's current stream."""
-        scratch = empty(self.scratch, device)
-        addresses = (*addresses, *[x.data_ptr() for x in scratch])
+        """Launches on tensors at these addresses, in the order of `names`, on the device's current stream."""
+        if self.size:
+            buffer = torch.empty(self.size, device=device, dtype=torch.uint8)
+            addresses = (*addresses, buffer.data_ptr())
         key = (self.serial, driver.active.get_current_stream(device.index), addresses)
         for launcher, arguments in _calls.get(key) or self._prepare(key):
             launcher(*arguments)
@@ -101,9 +150,9 @@ class Pass:
         if len(_calls) >= _MAX_CALLS:
             _calls.clear()
         _, stream, addresses = key
-        of_each = self.addresses(*addresses)
-        found = [x.call(stream, at) for x, at in zip(self.launches, of_each, strict=True)]
-        _calls[key] = found
+        at = dict(zip(self.names, addresses, strict=False)) | {None: None}
+        at |= {name: addresses[-1] + offset for name, offset in self.offsets.items()}
+        found = _calls[key] = [x.call(stream, at) for x in self.launches]
         return found
 
 
@@ -124,11 +173,6 @@ def _remember(key: tuple[Any, ...], found: Pass) -> None:
         if len(_passes) >= _MAX_PASSES:
             _passes.clear()
         _passes[key] = found
-
-
-def empty(scratch: tuple[tuple[Shape, torch.dtype], ...], device: torch.device) -> list[torch.Tensor]:
-    """Tensors of these shapes and dtypes, not initialized."""
-    return [torch.empty(*shape, device=device, dtype=dtype) for shape, dtype in scratch]
 
 
 def watched() -> bool:

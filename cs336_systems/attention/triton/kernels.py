@@ -17,8 +17,8 @@ Symbols, with the equations of Dao, "FlashAttention-2" (2023), section 3:
 The hardware's instruction is exp2, so logarithms are to base 2 from the scores on, which are multiplied by scale_log2 =
 scale · log2(e): names that end in _log2 hold such numbers. In memory L is a natural logarithm.
 
-Names: `x_ptr` is where a tensor begins, `x_base` where the matrix of one (batch, head) does; `stride_x_batch`, `_head`,
-`_row` and `_col` are in elements. BLOCK_M queries and BLOCK_N keys make a tile, of BLOCK_D columns (HEAD_DIM rounded up
+Names: `x_ptr` is where a tensor begins, `x_rows` the matrix of one head (`_rows`); `stride_x_batch`, `_head`, `_row`
+and `_col` are in elements. BLOCK_M queries and BLOCK_N keys make a tile, of BLOCK_D columns (HEAD_DIM rounded up
 to a power of two; the rest is masked). EVEN_M, EVEN_N: lengths are multiples of these, so that rows need no mask.
 EXPANDED says which strides of dO are 0, as autograd passes the gradient of a sum: 0 none; 1 that of columns: a row is
 one number; 2 that of rows as well: a head is one number. Such numbers are loaded as they are and spread on chip.
@@ -48,10 +48,20 @@ _OFFSET = tl.constexpr(tl.int64 if triton.knobs.runtime.interpret else tl.int32)
 
 # ------------------------------------------------------------------------------------------------ helpers
 @triton.jit
-def _load_tile(base, stride_row, stride_col, first_row, num_rows,
-               ROWS: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
+def _rows(pointer, place, num_rows, stride_batch, stride_head, stride_row, stride_col):
+    """Of a tensor the matrix of one head, place = (its index in all batches, heads of a batch): where it begins, in 64
+    bits, since all heads together may pass 2^31 elements; its strides and length."""
+    index, heads = place
+    batch = tl.cast(index // heads, tl.int64)
+    head = tl.cast(index % heads, tl.int64)
+    return pointer + batch * stride_batch + head * stride_head, stride_row, stride_col, num_rows
+
+
+@triton.jit
+def _load_tile(matrix, first_row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
                MASK_ROWS: tl.constexpr):  # fmt: skip
     """Rows first_row… of a (num_rows, HEAD_DIM) matrix as a (ROWS, BLOCK_D) tile, zero outside the matrix."""
+    base, stride_row, stride_col, num_rows = matrix
     rows = tl.arange(0, ROWS).to(_OFFSET)
     columns = tl.arange(0, BLOCK_D).to(_OFFSET)
     # the first row is a 64-bit offset, so that a tensor may have more than 2^31 elements; those in the tile follow it
@@ -68,36 +78,28 @@ def _load_tile(base, stride_row, stride_col, first_row, num_rows,
 
 
 @triton.jit
-def _load_gradient(base, stride_row, stride_col, first_row, num_rows,
-                   ROWS: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
+def _load_gradient(matrix, first_row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
                    MASK_ROWS: tl.constexpr, ONE_COLUMN: tl.constexpr):  # fmt: skip
     """A tile of dO. ONE_COLUMN: its rows are one number each, which is loaded once and spread."""
     if ONE_COLUMN:
+        base, stride_row, _, num_rows = matrix
         rows = tl.arange(0, ROWS).to(_OFFSET)
         start = base + tl.cast(first_row, tl.int64) * stride_row
         column = tl.load(start + rows * stride_row, mask=first_row + rows < num_rows, other=0.0)
         return tl.broadcast_to(column[:, None], (ROWS, BLOCK_D))
-    return _load_tile(base, stride_row, stride_col, first_row, num_rows, ROWS, BLOCK_D, HEAD_DIM, MASK_ROWS)
+    return _load_tile(matrix, first_row, ROWS, BLOCK_D, HEAD_DIM, MASK_ROWS)
 
 
 @triton.jit
-def _store_tile(base, stride_row, stride_col, first_row, num_rows, tile,
-                ROWS: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr):  # fmt: skip
-    """Writes a (ROWS, BLOCK_D) tile to the rows first_row… of a (num_rows, HEAD_DIM) matrix, the part inside it."""
-    rows = tl.arange(0, ROWS).to(_OFFSET)
-    columns = tl.arange(0, BLOCK_D).to(_OFFSET)
+def _store_tile(matrix, first_row, tile, HEAD_DIM: tl.constexpr):
+    """Writes a tile to the rows first_row… of a (num_rows, HEAD_DIM) matrix, the part inside it."""
+    base, stride_row, stride_col, num_rows = matrix
+    rows = tl.arange(0, tile.shape[0]).to(_OFFSET)
+    columns = tl.arange(0, tile.shape[1]).to(_OFFSET)
     pointers = (base + tl.cast(first_row, tl.int64) * stride_row
                 + rows[:, None] * stride_row + columns[None, :] * stride_col)  # fmt: skip
     mask = (first_row + rows < num_rows)[:, None] & (columns < HEAD_DIM)[None, :]
     tl.store(pointers, tile.to(base.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _head(pointer, index, heads, stride_batch, stride_head):
-    """Where the index-th (batch, head) matrix begins; 64-bit, since all heads together may pass 2^31 elements."""
-    batch = tl.cast(index // heads, tl.int64)
-    head = tl.cast(index % heads, tl.int64)
-    return pointer + batch * stride_batch + head * stride_head
 
 
 # ------------------------------------------------------------------------------------------------ which keys are seen
@@ -143,20 +145,39 @@ def _query_ends(keys, num_queries, window, bounds_ptr):
         return tl.minimum(keys + window, num_queries)
 
 
+@triton.jit
+def _ends_of_keys(first_query, num_queries, num_keys, window, bounds_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                  IS_CAUSAL: tl.constexpr):  # fmt: skip
+    """For a tile of queries: the first key that each sees, None without a limit; and where keys begin, and end that
+    need a mask (there windows or documents begin), none, or one again (the diagonal, the ragged end). No more are
+    seen."""
+    if IS_CAUSAL:
+        unmasked_end = tl.minimum((first_query + 1) // BLOCK_N, num_keys // BLOCK_N) * BLOCK_N
+        end = tl.minimum(first_query + BLOCK_M, num_keys)
+    else:
+        unmasked_end = (num_keys // BLOCK_N) * BLOCK_N
+        end = num_keys
+    start, masked_end, first_keys = 0, 0, None
+    if window is not None or bounds_ptr is not None:
+        first_keys = _first_keys(first_query + tl.arange(0, BLOCK_M), num_queries, window, bounds_ptr)
+        last_query = first_query + BLOCK_M - 1
+        start = _first_keys(first_query, num_queries, window, bounds_ptr) // BLOCK_N * BLOCK_N
+        masked_end = tl.cdiv(_first_keys(last_query, num_queries, window, bounds_ptr), BLOCK_N) * BLOCK_N
+        masked_end = tl.minimum(masked_end, end)
+        unmasked_end = tl.maximum(unmasked_end, masked_end)
+    return first_keys, (start, masked_end, unmasked_end, end)
+
+
 # ------------------------------------------------------------------------------------------------ forward
 @triton.jit
-def _forward_steps(q, k_base, v_base,
-                   stride_k_row, stride_k_col,
-                   stride_v_row, stride_v_col,
-                   max_log2, row_sum, acc, first_query, first_keys, first_key, end_key, num_keys, scale_log2,
-                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-                   HEAD_DIM: tl.constexpr, MASKED: tl.constexpr, IS_CAUSAL: tl.constexpr,
-                   EVEN_N: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def _forward_steps(q, k_rows, v_rows, max_log2, row_sum, acc, first_query, first_keys, first_key, end_key, num_keys,
+                   scale_log2, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+                   HEAD_DIM: tl.constexpr, MASKED: tl.constexpr, IS_CAUSAL: tl.constexpr, EVEN_N: tl.constexpr,
+                   PRECISION: tl.constexpr):  # fmt: skip
     """The online softmax over the key tiles in [first_key, end_key): algorithm 1, lines 6 to 11."""
     queries = first_query + tl.arange(0, BLOCK_M)
     for key in tl.range(first_key, end_key, BLOCK_N):
-        k = _load_tile(k_base, stride_k_row, stride_k_col, key, num_keys, BLOCK_N, BLOCK_D, HEAD_DIM,
-                       MASKED and not EVEN_N)  # fmt: skip
+        k = _load_tile(k_rows, key, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED and not EVEN_N)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
         if MASKED:
             keys = key + tl.arange(0, BLOCK_N)
@@ -171,8 +192,7 @@ def _forward_steps(q, k_base, v_base,
         alpha = tl.exp2(max_log2 - new_max)  # rescales the sums so far when the maximum grows
         row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
-        v = _load_tile(v_base, stride_v_row, stride_v_col, key, num_keys, BLOCK_N, BLOCK_D, HEAD_DIM,
-                       MASKED and not EVEN_N)  # fmt: skip
+        v = _load_tile(v_rows, key, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED and not EVEN_N)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # (BLOCK_M, BLOCK_D)
         max_log2 = new_max
     return max_log2, row_sum, acc
@@ -195,68 +215,54 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, l_ptr, bounds_ptr,
     `combine_kernel` combines.
     """
     index = tl.program_id(0) % batch_heads
+    place = index, heads
     # with a causal mask the last queries see the most keys: heaviest tiles first, so that the light ones fill the end
     tile = tl.cdiv(num_queries, BLOCK_M) - 1 - tl.program_id(0) // batch_heads
     first_query = tile * BLOCK_M
-    q = _load_tile(_head(q_ptr, index, heads, stride_q_batch, stride_q_head), stride_q_row, stride_q_col,
-                   first_query, num_queries, BLOCK_M, BLOCK_D, HEAD_DIM, not EVEN_M)  # fmt: skip
-    k_base = _head(k_ptr, index // HEADS_PER_KV, heads // HEADS_PER_KV, stride_k_batch, stride_k_head)
-    v_base = _head(v_ptr, index // HEADS_PER_KV, heads // HEADS_PER_KV, stride_v_batch, stride_v_head)
+    q_rows = _rows(q_ptr, place, num_queries, stride_q_batch, stride_q_head, stride_q_row, stride_q_col)
+    q = _load_tile(q_rows, first_query, BLOCK_M, BLOCK_D, HEAD_DIM, not EVEN_M)
+    kv_place = index // HEADS_PER_KV, heads // HEADS_PER_KV
+    k_rows = _rows(k_ptr, kv_place, num_keys, stride_k_batch, stride_k_head, stride_k_row, stride_k_col)
+    v_rows = _rows(v_ptr, kv_place, num_keys, stride_v_batch, stride_v_head, stride_v_row, stride_v_col)
     scale_log2 = scale * LOG2_E
 
     max_log2 = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    # keys [masked_end, unmasked_end) need no mask; [unmasked_end, end) meet the diagonal or the ragged end; no more are
-    # seen. Where windows or documents begin, [start, masked_end) need one too
-    start = 0
-    if IS_CAUSAL:
-        unmasked_end = tl.minimum((first_query + 1) // BLOCK_N, num_keys // BLOCK_N) * BLOCK_N
-        end = tl.minimum(first_query + BLOCK_M, num_keys)
-    else:
-        unmasked_end = (num_keys // BLOCK_N) * BLOCK_N
-        end = num_keys
+    first_keys, ends = _ends_of_keys(first_query, num_queries, num_keys, window, bounds_ptr, BLOCK_M, BLOCK_N,
+                                     IS_CAUSAL)  # fmt: skip
+    if first_keys is not None:  # −inf − −inf is no number, where the first tile is masked in a row
+        max_log2 = tl.full((BLOCK_M,), LOWEST, tl.float32)
     if SPLITS > 1:
         split = tl.program_id(1)
         tiles = tl.cdiv(num_keys, BLOCK_N)
         start = (tiles * split // SPLITS) * BLOCK_N
         end = tl.minimum((tiles * (split + 1) // SPLITS) * BLOCK_N, num_keys)
-        unmasked_end = tl.minimum(unmasked_end, end)
+        ends = start, start, tl.minimum(ends[2], end), end
         o_ptr += tl.cast(split * batch_heads, tl.int64) * num_queries * HEAD_DIM
         l_ptr += tl.cast(split * batch_heads, tl.int64) * num_queries
-    first_keys, masked_end = None, start
-    if window is not None or bounds_ptr is not None:
-        first_keys = _first_keys(first_query + tl.arange(0, BLOCK_M), num_queries, window, bounds_ptr)
-        # −inf − −inf is no number, where the first tile is masked in a row
-        max_log2 = tl.full((BLOCK_M,), LOWEST, tl.float32)
-        last_query = first_query + BLOCK_M - 1
-        start = _first_keys(first_query, num_queries, window, bounds_ptr) // BLOCK_N * BLOCK_N
-        masked_end = tl.cdiv(_first_keys(last_query, num_queries, window, bounds_ptr), BLOCK_N) * BLOCK_N
-        masked_end = tl.minimum(masked_end, end)
-        unmasked_end = tl.maximum(unmasked_end, masked_end)
-    ends = start, masked_end, unmasked_end, end
     for part in tl.static_range(1 if first_keys is None else 0, 3 if IS_CAUSAL or not EVEN_N else 2):
         max_log2, row_sum, acc = _forward_steps(
-            q, k_base, v_base, stride_k_row, stride_k_col, stride_v_row, stride_v_col, max_log2, row_sum, acc,
-            first_query, first_keys, ends[part], ends[part + 1], num_keys, scale_log2, BLOCK_M, BLOCK_N, BLOCK_D,
-            HEAD_DIM, part != 1, IS_CAUSAL, EVEN_N, PRECISION)  # fmt: skip
+            q, k_rows, v_rows, max_log2, row_sum, acc, first_query, first_keys, ends[part], ends[part + 1], num_keys,
+            scale_log2, BLOCK_M, BLOCK_N, BLOCK_D, HEAD_DIM, part != 1, IS_CAUSAL, EVEN_N, PRECISION)  # fmt: skip
 
     acc = acc / row_sum[:, None]
-    _store_tile(_head(o_ptr, index, heads, stride_o_batch, stride_o_head), stride_o_row, stride_o_col,
-                first_query, num_queries, acc, BLOCK_M, BLOCK_D, HEAD_DIM)  # fmt: skip
+    o_rows = _rows(o_ptr, place, num_queries, stride_o_batch, stride_o_head, stride_o_row, stride_o_col)
+    _store_tile(o_rows, first_query, acc, HEAD_DIM)
     queries = first_query + tl.arange(0, BLOCK_M)
     logsumexp = (max_log2 + tl.log2(row_sum)) * LN_2
     tl.store(l_ptr + tl.cast(index, tl.int64) * num_queries + queries, logsumexp, mask=queries < num_queries)
 
 
 @triton.jit(do_not_specialize=["num_queries"])
-def combine_kernel(parts_ptr, l_parts_ptr, o_ptr, l_ptr,
+def combine_kernel(o_parts_ptr, l_parts_ptr, o_ptr, l_ptr,
                    stride_o_batch, stride_o_head, stride_o_row, stride_o_col,
                    batch_heads, heads, num_queries, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
                    HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
     """O and L of ROWS queries of one head from O_s and L_s of each split of its keys: O = Σ exp(L_s − L) O_s,
     L = log Σ exp(L_s). Grid: (cdiv(n_q, ROWS) · batch · heads,)."""
     index = tl.program_id(0) % batch_heads
+    place = index, heads
     first_query = (tl.program_id(0) // batch_heads) * ROWS
     queries = first_query + tl.arange(0, ROWS)
     inside = queries < num_queries
@@ -271,10 +277,10 @@ def combine_kernel(parts_ptr, l_parts_ptr, o_ptr, l_ptr,
     for split in tl.static_range(SPLITS):
         l = tl.load(l_parts_ptr + split * all_rows + row + queries, mask=inside, other=0.0)
         weight = tl.exp2((l - largest) * LOG2_E)
-        part = _load_tile(parts_ptr + (split * all_rows + row) * HEAD_DIM, HEAD_DIM, 1, first_query,
-                          num_queries, ROWS, BLOCK_D, HEAD_DIM, True)  # fmt: skip
+        parts_rows = o_parts_ptr + (split * all_rows + row) * HEAD_DIM, HEAD_DIM, 1, num_queries
+        part = _load_tile(parts_rows, first_query, ROWS, BLOCK_D, HEAD_DIM, True)
         weight_sum += weight
         acc += weight[:, None] * part
-    _store_tile(_head(o_ptr, index, heads, stride_o_batch, stride_o_head), stride_o_row, stride_o_col,
-                first_query, num_queries, acc / weight_sum[:, None], ROWS, BLOCK_D, HEAD_DIM)  # fmt: skip
+    o_rows = _rows(o_ptr, place, num_queries, stride_o_batch, stride_o_head, stride_o_row, stride_o_col)
+    _store_tile(o_rows, first_query, acc / weight_sum[:, None], HEAD_DIM)
     tl.store(l_ptr + row + queries, largest + tl.log2(weight_sum) * LN_2, mask=inside)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ import triton
 
 from cs336_systems.attention.machine_code import faulty
 from cs336_systems.attention.triton import again
-from cs336_systems.attention.triton.again import Launch, Pass, Shape, precision_of
+from cs336_systems.attention.triton.again import Described, Launch, Pass, Shape, precision_of
 from cs336_systems.attention.triton.backward import backward_keys_kernel, backward_queries_kernel
 from cs336_systems.attention.triton.kernels import bounds_kernel, combine_kernel, forward_kernel
 from cs336_systems.attention.triton.tiles import (
@@ -42,14 +44,11 @@ FUSED = {"enable_fp_fusion": True}
 COMBINED_ROWS = 8  # queries of a program that combines
 BOUNDED = 256  # tokens of a program that looks for their documents
 
+LOG2_E = math.log2(math.e)
+_AXES = ("batch", "head", "row", "col")
+_ALIGNED = 128  # bytes: where tensors in a buffer begin
+
 FAR = 2**22  # a stride from which on offsets within a tile, of at most 256 rows and columns, may pass 2^31
-
-
-def strides(name: str, x: torch.Tensor) -> dict[str, int]:
-    """The arguments of a kernel that are the strides of a tensor (batch, heads, n, d)."""
-    return dict(
-        zip((f"stride_{name}_{axis}" for axis in ("batch", "head", "row", "col")), x.stride(), strict=True)
-    )
 
 
 @functools.cache
@@ -68,175 +67,157 @@ def wide(kernel: Any, arguments: dict[str, Any]) -> Any:
     return _with_wide(kernel, names) if names and not INTERPRETED else kernel
 
 
-def _arguments(
-    kernel: str, tensors: dict[str, torch.Tensor | None], is_causal: bool, tiles: Tiles, window: int | None = None,
-    splits: int = 1,
-) -> dict[str, Any]:  # fmt: skip
-    """All arguments of a kernel, in the order of its signature: pointers, strides, sizes, constants. Of tensors that
-    are not to be computed (None) it makes no use of the strides, either."""
-    q, k = tensors["q"], tensors["k"]
-    batch, q_heads, num_queries, head_dim = q.shape
-    heads = (k if kernel == "backward_keys" else q).shape[1]  # a program is for one of these
-    arguments: dict[str, Any] = {f"{name}_ptr": x for name, x in tensors.items()}
-    arguments.setdefault("bounds_ptr", None)
-    for name, x in tensors.items():
-        x = k if x is None else x
-        if x.ndim == 4:  # L, delta and bounds are contiguous and have no strides among the arguments
-            arguments |= strides(name, x)
-    arguments |= dict(
-        batch_heads=batch * heads, heads=heads, num_queries=num_queries, num_keys=k.shape[2], window=window,
-        scale=head_dim**-0.5, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        BLOCK_D=triton.next_power_of_2(head_dim), HEAD_DIM=head_dim, IS_CAUSAL=is_causal,
-        EVEN_M=num_queries % tiles.block_m == 0, EVEN_N=k.shape[2] % tiles.block_n == 0,
-        HEADS_PER_KV=q_heads // k.shape[1],
-    )  # fmt: skip
-    if "do" in tensors:
-        do = tensors["do"]
-        arguments["EXPANDED"] = 0 if do.stride(3) else 1 if do.stride(2) else 2
-    arguments["PRECISION"] = INPUT_PRECISION[precision_of(q.dtype)]
-    if kernel == "forward":
-        arguments["SPLITS"] = splits
-    assert tuple(arguments) == tuple(KERNELS[kernel].arg_names), (
-        "a remembered kernel takes arguments by position"
-    )
-    return arguments
-
-
 def options_of(tiles: Tiles) -> dict[str, Any]:
     """What a kernel in these tiles asks of the compiler."""
     return FUSED | {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
 
 
-def _mistrusted(
-    kernel: str, tensors: dict[str, torch.Tensor | None], arguments: dict[str, Any], tiles: Tiles
-) -> bool:
+class First:
+    """A pass of attention that is launched for the first time, on tensors (batch, heads, n, d).
+
+    tensors, by name: those that it is given, and the scratch that its launches share, (shape, dtype) each, in one
+    buffer. values: of the arguments that kernels have in common. Of packed documents the tokens' bounds are found at
+    once; they hold the window, too. `limit` is what kernels for Hopper call either.
+    """
+
+    def __init__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor,
+        is_causal: bool, window: int | None = None, cu_seqlens: torch.Tensor | None = None,
+        scratch: dict[str, tuple[Shape, torch.dtype]] | None = None, **gradients: torch.Tensor,
+    ) -> None:  # fmt: skip
+        given = dict(q=q, k=k, v=v, o=o, l=logsumexp) | gradients  # the order of `Pass.again`
+        scratch = scratch or {}
+        if cu_seqlens is not None:
+            given["cu_seqlens"] = cu_seqlens
+            scratch = scratch | {"bounds": ((2, q.shape[2]), torch.int32)}
+        offsets, size = {}, 0
+        for name, (shape, dtype) in scratch.items():
+            offsets[name] = size
+            size += triton.cdiv(math.prod(shape) * dtype.itemsize, _ALIGNED) * _ALIGNED
+        buffer = torch.empty(size, device=q.device, dtype=torch.uint8)
+        views = {
+            name: buffer[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for (name, at), (shape, dtype) in zip(offsets.items(), scratch.values(), strict=True)
+        }
+        self.tensors, self.done = given | views, Pass([], tuple(given), size, offsets)
+        batch, heads, num_queries, head_dim = q.shape
+        scale, bounds = head_dim**-0.5, None if cu_seqlens is None else "bounds"
+        self.values: dict[str, Any] = dict(
+            batch_heads=batch * heads, heads=heads, num_queries=num_queries, num_keys=k.shape[2], HEAD_DIM=head_dim,
+            HEADS_PER_KV=heads // k.shape[1], IS_CAUSAL=is_causal, scale=scale, scale_log2=scale * LOG2_E,
+            window=window, bounds_ptr=bounds, limit=bounds or window,
+        )  # fmt: skip
+        if cu_seqlens is not None:
+            documents = len(cu_seqlens) - 1
+            self.launch(
+                bounds_kernel, (triton.cdiv(num_queries, BOUNDED), 1, 1), documents=documents, total=num_queries,
+                STEPS=(documents - 1).bit_length(), BLOCK=BOUNDED,
+            )  # fmt: skip
+            self.values["window"] = None
+
+    def arguments(self, kernel: Any, **values: Any) -> tuple[dict[str, Any], tuple[str | None, ...]]:
+        """What a kernel takes after its descriptors, by name: of `x_ptr` tensor x, or that whose name is given, of
+        `stride_x_row` and the like its strides; and the names of the tensors, which come first."""
+        values, found, names = self.values | values, {}, []
+        for name in kernel.arg_names:
+            x, _, axis = name.removeprefix("stride_").rpartition("_")
+            if name.startswith("stride_"):
+                found[name] = self.tensors[values.get(f"{x}_ptr") or x].stride(_AXES.index(axis) - 4)
+            elif axis == "ptr" or values.get(name) in self.tensors:
+                names.append(values.get(name, x))
+                found[name] = self.tensors.get(names[-1])
+            elif axis != "desc":
+                found[name] = values[name]
+        return found, tuple(names)
+
+    def launch(
+        self, kernel: Any, grid: tuple[int, int, int], descriptors: Sequence[tuple[str, Any]] = (),
+        options: dict[str, Any] | None = None, **values: Any,
+    ) -> None:  # fmt: skip
+        """Compiles a kernel where needed, launches it, and remembers how to do so again (not when interpreted).
+
+        descriptors: its first arguments, and the names of their tensors. options: the compiler's, besides FUSED.
+        values: see `arguments`."""
+        arguments, names = self.arguments(kernel, **values)
+        made = [x for _, x in descriptors]
+        compiled = wide(kernel, arguments)[grid](*made, **arguments, **FUSED | (options or {}))
+        if INTERPRETED:
+            return
+        metas = getattr(compiled.metadata, "tensordesc_meta", None) or [None] * len(made)
+        described = tuple(Described(x.shape, x.strides, meta) for x, meta in zip(made, metas, strict=True))
+        rest = tuple(arguments.values())[len(names) :]
+        names = *(name for name, _ in descriptors), *names
+        self.done.launches.append(Launch(compiled, grid, names, rest, described))
+
+
+def values_of(first: First, kernel: str, tiles: Tiles, **values: Any) -> dict[str, Any]:
+    """What one of KERNELS in these tiles takes besides `First.values`; `values` go before."""
+    q, k = first.tensors["q"], first.tensors["k"]
+    if kernel == "backward_keys":  # a program is for a head of these
+        values |= dict(heads=k.shape[1], batch_heads=k.shape[0] * k.shape[1])
+    if "do" in first.tensors:
+        do = first.tensors["do"]
+        values["EXPANDED"] = 0 if do.stride(3) else 1 if do.stride(2) else 2
+    return dict(
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=triton.next_power_of_2(q.shape[3]),
+        EVEN_M=q.shape[2] % tiles.block_m == 0, EVEN_N=k.shape[2] % tiles.block_n == 0,
+        PRECISION=INPUT_PRECISION[precision_of(q.dtype)], SPLITS=1,
+    ) | values  # fmt: skip
+
+
+def _mistrusted(kernel: Any, arguments: dict[str, Any], tiles: Tiles, device: torch.device) -> bool:
     """Whether the assembler may have got a kernel wrong (see `machine_code`): on Hopper, where columns are not
     contiguous, which needs a register for the address of each element, and where its code shows the fault."""
-    device = tensors["q"].device
     if INTERPRETED or device.type != "cuda" or capability_of(device.index) != 90:
         return False
-    if any(x is not None and x.ndim == 4 and x.stride(3) > 1 for x in tensors.values()):
+    if any(x > 1 for name, x in arguments.items() if name.endswith("_col")):
         return True
-    return faulty(wide(KERNELS[kernel], arguments).warmup(grid=(1,), **arguments, **options_of(tiles)))
+    return faulty(wide(kernel, arguments).warmup(grid=(1,), **arguments, **options_of(tiles)))
 
 
-def first_launch(
-    kernel: str, tensors: dict[str, torch.Tensor | None], is_causal: bool, tiles: Tiles | None,
-    window: int | None = None, splits: int = 1, table: Tiles | None = None,
-) -> list[Launch]:  # fmt: skip
-    """Compiles one of KERNELS where needed, launches it, and returns how to do so again (nothing when interpreted).
-    Without `tiles`, those of the tables (`table`, or `tiles_for`), or others where the machine code they lead to is
-    not to be trusted."""
-    q, k = tensors["q"], tensors["k"]
-    given = tiles is not None
-    tiles = tiles or table or tiles_for(kernel, q, k, precision_of(q.dtype))
-    arguments = _arguments(kernel, tensors, is_causal, tiles, window, splits)
-    if not given and _mistrusted(kernel, tensors, arguments, tiles):
-        tiles = tiles_without_wgmma(q.shape[3], precision_of(q.dtype))
-        arguments = _arguments(kernel, tensors, is_causal, tiles, window, splits)
-    length = k.shape[2] if kernel == "backward_keys" else q.shape[2]
-    grid = (triton.cdiv(length, rows_of(kernel, tiles)) * arguments["batch_heads"], splits, 1)
-    return _launched(KERNELS[kernel], grid, arguments, len(tensors), options_of(tiles))
-
-
-def _launched(
-    kernel: Any, grid: tuple[int, int, int], arguments: dict[str, Any], pointers: int, options: dict[str, Any]
-) -> list[Launch]:
-    """Launches a kernel whose arguments begin with so many pointers, and returns how to do so again."""
-    compiled = wide(kernel, arguments)[grid](**arguments, **options)
-    return [] if INTERPRETED else [Launch(compiled, grid, tuple(arguments.values())[pointers:])]
+def launch(first: First, kernel: str, tiles: Tiles | None, table: Tiles | None = None, **values: Any) -> None:
+    """Launches one of KERNELS. Without `tiles`, those of the tables (`table`, or `tiles_for`), or others where the
+    machine code they lead to is not to be trusted. values: see `First.arguments`."""
+    q, k, function = first.tensors["q"], first.tensors["k"], KERNELS[kernel]
+    chosen = tiles or table or tiles_for(kernel, q, k, precision_of(q.dtype))
+    arguments, _ = first.arguments(function, **values_of(first, kernel, chosen, **values))
+    if not tiles and _mistrusted(function, arguments, chosen, q.device):
+        chosen = tiles_without_wgmma(q.shape[3], precision_of(q.dtype))
+    batch, heads, length, _ = (k if kernel == "backward_keys" else q).shape
+    grid = (triton.cdiv(length, rows_of(kernel, chosen)) * batch * heads, values.get("SPLITS", 1), 1)
+    first.launch(function, grid, (), options_of(chosen), **values_of(first, kernel, chosen, **values))
 
 
 # ------------------------------------------------------------------------------------------------ forward
-def launch_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, tiles: Tiles | None = None,
-    splits: int | None = None, seen: again.Seen = (),
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """O and L as `again.forward` describes them.
-
-    splits: among how many programs the keys are split, without a mask only, at most as many as there are tiles of keys
-    (None: `tiles.splits_for`).
-    """
-    return again.forward(first_forward, q, k, v, is_causal, (tiles, splits), seen)
-
-
 def first_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, is_causal: bool,
     config: tuple[Tiles | None, int | None] | None = None, window: int | None = None,
     cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None,
 ) -> Pass:  # fmt: skip
-    """Launches the forward pass into `o` and `logsumexp`, as `again.forward` asks for it, whatever `max_seqlen`."""
+    """Launches the forward pass into `o` and `logsumexp`, as `again.forward` asks for it, whatever `max_seqlen`.
+
+    config: tiles, and among how many programs the keys are split, without a mask only, at most as many as there are
+    tiles of keys; None: those of `tiles`."""
     tiles, splits = config or (None, None)
     splits = splits or (1 if is_causal else splits_for(q, k))
     if splits == 1:
-        launches, scratch, bounds, window = first_bounds(cu_seqlens, q, window)
-        tensors = dict(q=q, k=k, v=v, o=o, l=logsumexp) | bounds
-        launches += first_launch("forward", tensors, is_causal, tiles, window)
-        return Pass(launches, with_bounds, scratch)
+        first = First(q, k, v, o, logsumexp, is_causal, window, cu_seqlens)
+        launch(first, "forward", tiles)
+        return first.done
     # O and L of each split
-    parts = ((splits, *q.shape), torch.float32), ((splits, *logsumexp.shape), torch.float32)
-    o_parts, l_parts = again.empty(parts, q.device)
-    tensors = dict(q=q, k=k, v=v, o=o_parts[0], l=l_parts[0])
-    launches = first_launch("forward", tensors, is_causal, tiles, splits=splits)
-    launches += _first_combination(o_parts, l_parts, o, logsumexp)
-
-    def addresses(q_at, k_at, v_at, o_at, l_at, *parts_at):
-        return (q_at, k_at, v_at, *parts_at), (*parts_at, o_at, l_at)
-
-    return Pass(launches, addresses, parts)
-
-
-def first_bounds(
-    cu_seqlens: torch.Tensor | None, q: torch.Tensor, window: int | None
-) -> tuple[
-    list[Launch], tuple[tuple[tuple[int, ...], torch.dtype], ...], dict[str, torch.Tensor], int | None
-]:
-    """Of packed documents: how to find their tokens' bounds (2, total) again, their scratch, and the bounds by name;
-    and the window, where they do not say it already."""
-    if cu_seqlens is None:
-        return [], (), {}, window
-    documents, total = len(cu_seqlens) - 1, q.shape[2]
-    scratch = (((2, total), torch.int32),)
-    (bounds,) = again.empty(scratch, q.device)
-    arguments = dict(
-        cu_seqlens_ptr=cu_seqlens, bounds_ptr=bounds, documents=documents, total=total, window=window,
-        STEPS=(documents - 1).bit_length(), BLOCK=BOUNDED,
+    parts = {"o_parts": (splits, *q.shape), "l_parts": (splits, *logsumexp.shape)}
+    scratch = {name: (shape, torch.float32) for name, shape in parts.items()}
+    first = First(q, k, v, o, logsumexp, is_causal, scratch=scratch)
+    launch(first, "forward", tiles, o_ptr="o_parts", l_ptr="l_parts", SPLITS=splits)
+    batch, heads, num_queries, head_dim = q.shape
+    first.launch(
+        combine_kernel, (triton.cdiv(num_queries, COMBINED_ROWS) * batch * heads, 1, 1), ROWS=COMBINED_ROWS,
+        BLOCK_D=triton.next_power_of_2(head_dim), SPLITS=splits,
     )  # fmt: skip
-    grid = (triton.cdiv(total, BOUNDED), 1, 1)
-    return _launched(bounds_kernel, grid, arguments, 2, FUSED), scratch, {"bounds": bounds}, None
-
-
-def with_bounds(q_at: int, k_at: int, v_at: int, o_at: int, l_at: int, *bounds_at: int) -> tuple[Shape, ...]:
-    """`Pass.addresses` of a forward pass; bounds_at: those of cu_seqlens and bounds, where documents are packed."""
-    tensors_at = q_at, k_at, v_at, o_at, l_at, *bounds_at[1:]
-    return (bounds_at, tensors_at) if bounds_at else (tensors_at,)
-
-
-def _first_combination(
-    o_parts: torch.Tensor, l_parts: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor
-) -> list[Launch]:
-    """Combines O and L of all splits, and returns how to do so again."""
-    batch, heads, num_queries, head_dim = o.shape
-    arguments = dict(parts_ptr=o_parts, l_parts_ptr=l_parts, o_ptr=o, l_ptr=logsumexp) | strides("o", o)
-    arguments |= dict(
-        batch_heads=batch * heads, heads=heads, num_queries=num_queries, ROWS=COMBINED_ROWS,
-        BLOCK_D=triton.next_power_of_2(head_dim), HEAD_DIM=head_dim, SPLITS=len(o_parts),
-    )  # fmt: skip
-    grid = (triton.cdiv(num_queries, COMBINED_ROWS) * batch * heads, 1, 1)
-    return _launched(combine_kernel, grid, arguments, 4, FUSED)
+    return first.done
 
 
 # ------------------------------------------------------------------------------------------------ backward
-def launch_backward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, do: torch.Tensor,
-    is_causal: bool, query_tiles: Tiles | None = None, key_tiles: Tiles | None = None, seen: again.Seen = (),
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dQ, dK, dV as `again.backward` describes them."""
-    return again.backward(
-        first_backward, q, k, v, o, logsumexp, do, is_causal, (query_tiles, key_tiles), seen
-    )
-
-
 def first_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, logsumexp: torch.Tensor, do: torch.Tensor,
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, is_causal: bool,
@@ -246,23 +227,19 @@ def first_backward(
     """Launches the two kernels of the backward pass into `dq`, `dk` and `dv`, as `again.backward` asks for it; that for
     keys once for both of these, or once for each (`tiles.APART`). An expanded `do` is not copied."""
     query_tiles, key_tiles = config or (None, None)
-    launches, scratch, bounds, window = first_bounds(cu_seqlens, q, window)
-    scratch = (*scratch, (tuple(logsumexp.shape), torch.float32))
-    (delta,) = again.empty(scratch[-1:], q.device)
-    first = dict(q=q, k=k, v=v, o=o, do=do, l=logsumexp, delta=delta, dq=dq) | bounds
-    launches += first_launch("backward_queries", first, is_causal, query_tiles, window)
-    second = dict(q=q, k=k, v=v, do=do, l=logsumexp, delta=delta, dk=dk, dv=dv) | bounds
+    scratch = {"delta": (tuple(logsumexp.shape), torch.float32)}
+    gradients = dict(do=do, dq=dq, dk=dk, dv=dv)
+    first = First(q, k, v, o, logsumexp, is_causal, window, cu_seqlens, scratch, **gradients)
+    launch(first, "backward_queries", query_tiles)
     apart = None if key_tiles else apart_for(q, k, precision_of(q.dtype))
-    for tiles, other in zip(apart, ("dv", "dk"), strict=True) if apart else ((None, None),):
-        without = {other: None} if other else {}
-        launches += first_launch("backward_keys", second | without, is_causal, key_tiles, window, table=tiles)
+    if apart:
+        launch(first, "backward_keys", None, apart[0], dv_ptr=None)
+        launch(first, "backward_keys", None, apart[1], dk_ptr=None)
+    else:
+        launch(first, "backward_keys", key_tiles)
+    return first.done
 
-    def addresses(q_at, k_at, v_at, o_at, l_at, do_at, dq_at, dk_at, dv_at, *more_at):
-        *bounds_at, delta_at = more_at
-        inputs, last = (q_at, k_at, v_at), bounds_at[1:]
-        by_query = *inputs, o_at, do_at, l_at, delta_at, dq_at, *last
-        made = ((dk_at, None), (None, dv_at)) if apart else ((dk_at, dv_at),)
-        by_key = [(*inputs, do_at, l_at, delta_at, *of_each, *last) for of_each in made]
-        return (tuple(bounds_at), by_query, *by_key) if bounds_at else (by_query, *by_key)
 
-    return Pass(launches, addresses, scratch)
+# O and L, and dQ, dK and dV, as `again.forward` and `again.backward` describe them
+launch_forward = functools.partial(again.forward, first_forward)
+launch_backward = functools.partial(again.backward, first_backward)

@@ -31,7 +31,7 @@ LANGUAGES = {
     "Triton": ("plain_triton", ("triton/kernels.py", "triton/backward.py"),
                ("triton/again.py", "triton/launch.py", "triton/tiles.py")),
     "Gluon": ("flash_triton", ("hopper/*ward*.py", "hopper/common.py"),
-              ("hopper/configs.py", "hopper/launch.py", "hopper/tma.py", "triton/again.py")),
+              ("hopper/configs.py", "hopper/launch.py", "hopper/tma.py", "triton/again.py", "triton/launch.py")),
     "CUDA C++": ("flash_cuda", ("cuda/*.cu", "cuda/*.cuh"), ("cuda/*.py",)),
 }  # fmt: skip
 _QUERY, _KEY, _SEEN = "#0072B2", "#D55E00", "#dce6ef"  # colors of the drawing

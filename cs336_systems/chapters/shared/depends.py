@@ -18,7 +18,7 @@ TRITON = (
     "attention/hopper/forward_alone.py", "attention/hopper/forward_state.py", "attention/hopper/forward_wide.py",
     "attention/hopper/launch.py",
     "attention/hopper/split.py",
-    "attention/hopper/split_launch.py", "attention/hopper/tma.py", "attention/hopper/workspace.py",
+    "attention/hopper/split_launch.py", "attention/hopper/tma.py",
 )  # fmt: skip
 CUDA = (
     "attention/flash_cuda.py", "attention/cuda/compile.py", "attention/cuda/launch.py", "attention/cuda/tables.py",
