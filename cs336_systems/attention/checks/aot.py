@@ -74,27 +74,32 @@ def compile_kernel(
     constants |= {} if window else {"window": None}
     constants |= {} if packed else {"bounds_ptr": None}
     constants |= {f"{without}_ptr": None} if without else {}
+    constants |= {name: 1 for name in function.arg_names if plain and name.endswith("_col")}
+    types = {name: f"*{_TYPES[dtype]}" for name in function.arg_names if name.endswith("_ptr")}
+    types |= {"l_ptr": "*fp32", "delta_ptr": "*fp32", "bounds_ptr": "*i32"}
+    aligned = ("stride_",) if plain else ()
+    return compile_source(ASTSource, function, types, constants, options_of(tiles), capability, aligned)
+
+
+def compile_source(
+    source: Any, function: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, Any],
+    capability: int = 90, aligned: tuple[str, ...] = (),
+) -> Compiled:  # fmt: skip
+    """Compiles a kernel in Triton (source: ASTSource) or Gluon (GluonASTSource).
+
+    types, constants: of its arguments, by name, and perhaps of others. Those in neither are fp32 where they are called
+    scale, else integers. aligned: what numbers that are multiples of 16, as launches see them, begin with, besides
+    pointers."""
     names = function.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
-    if plain:
-        constants |= {name: 1 for name in names if name.endswith("_col")}
     signature, attributes = {}, {}
     for i, name in enumerate(names):
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name in ("l_ptr", "delta_ptr", "bounds_ptr"):
-            signature[name] = "*i32" if name == "bounds_ptr" else "*fp32"
-        elif name.endswith("_ptr"):
-            signature[name] = f"*{_TYPES[dtype]}"
-        elif name == "scale":
-            signature[name] = "fp32"
-        else:
-            signature[name] = "i32"
-        # aligned pointers and strides, as launches see them
-        if name not in constants and (name.endswith("_ptr") or (plain and name.startswith("stride_"))):
+        other = "fp32" if name in ("scale", "scale_log2") else "i32"
+        signature[name] = "constexpr" if name in constants else types.get(name, other)
+        if name not in constants and (name.endswith("_ptr") or name.startswith(aligned)):
             attributes[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(function, signature, {(names.index(n),): v for n, v in constants.items()}, attributes)
-    return _compiled(source, capability, options_of(tiles))
+    places = {(names.index(name),): value for name, value in constants.items()}
+    return _compiled(source(function, signature, places, attributes), capability, options)
 
 
 def _compiled(source: ASTSource, capability: int, options: dict[str, Any]) -> Compiled:
@@ -136,47 +141,37 @@ def compile_hopper_kernel(
     from cs336_systems.attention.hopper.launch import KEYS
 
     columns, rest, head_dim = columns_of(head_dim), rest_of(head_dim), padded(head_dim)
-    constants = dict(IS_CAUSAL=is_causal, D=head_dim, REST=rest, HEADS_PER_KV=1, num_warps=4)
+    constants = dict(
+        IS_CAUSAL=is_causal, D=head_dim, REST=rest, COLUMNS=columns, HEADS_PER_KV=1, DO_STEP=1, ZEROED=zeroed,
+        TILES=config, num_warps=4,
+    )  # fmt: skip
+    constants |= {} if window or packed else {"limit": None}
+    types = {"limit": "*i32"} if packed else {}
     options = FUSED | {"num_warps": 4}
     if kernel == "forward":
         function = wide_kernel if columns > 128 else alone_kernel if config.alone else forward_kernel
         piece = piece_of(head_dim)
         rows, keys = (described(dtype, 1, 1, n, piece) for n in (GROUP, config.block_n))
-        signature = dict(q_desc=rows, k_desc=keys, v_desc=keys, o_desc=rows, l_ptr="*fp32", scale_log2="fp32")
+        types |= dict(q_desc=rows, k_desc=keys, v_desc=keys, o_desc=rows, l_ptr="*fp32")
         constants |= dict(
-            GROUPS=config.groups, BLOCK_N=config.block_n, STAGES=config.stages, OVERLAP=config.overlap,
-            PERSISTENT=persistent and config.can_persist(columns),
-            HALVE=is_causal and config.halves, PIECE=piece, COLUMNS=columns,
+            GROUPS=config.groups, BLOCK_N=config.block_n, STAGES=config.stages, OVERLAP=config.overlap, PIECE=piece,
+            PERSISTENT=persistent and config.can_persist(columns), HALVE=is_causal and config.halves,
         )  # fmt: skip
-        constants = {name: value for name, value in constants.items() if name in function.arg_names}
         if config.registers:
             options["maxnreg"] = config.registers
     else:
         few, wide = kernel == "few", columns > 128
+        function = few_queries_kernel if few else backward_wide_kernel if wide else backward_keys_kernel
         piece = GROUP if wide else head_dim
         rows, keys = (described(dtype, 1, 1, n, piece) for n in (GROUP, GROUP if few or wide else KEYS))
-        signature = dict(
-            q_desc=rows, k_desc=keys, v_desc=rows, do_desc=rows, dk_desc=rows, dv_desc=rows,
-            stats_desc=described("fp32", 1, GROUP, swizzled=False), scale_log2="fp32", scale="fp32",
+        types |= dict.fromkeys(("q_desc", "v_desc", "do_desc", "dk_desc", "dv_desc"), rows) | dict(
+            k_desc=keys, stats_desc=described("fp32", 1, GROUP, swizzled=False), sum_ptr="*fp32", counters_ptr="*i32",
         )  # fmt: skip
         if not wide:
-            signature["dq_desc"] = described("fp32", 1, *dq_tile(rest, few), swizzled=False)
-        constants["DO_STEP"] = 1
+            types["dq_desc"] = described("fp32", 1, *dq_tile(rest, few), swizzled=False)
         if few:
-            function, constants["TILES"] = few_queries_kernel, config
             options["maxnreg"] = FEW_REGISTERS[head_dim][config - 1]
-        elif wide:
-            function, signature["sum_ptr"] = backward_wide_kernel, "*fp32"
-            constants["COLUMNS"] = columns
-            del constants["REST"]
-        else:
-            function, signature["counters_ptr"] = backward_keys_kernel, "*i32"
-            constants["ZEROED"] = zeroed
-    if packed:
-        signature["limit"] = "*i32"
-    elif not window and "limit" in function.arg_names:
-        constants["limit"] = None
-    return compile_gluon(function, signature, constants, options)
+    return compile_gluon(function, types, constants, options)
 
 
 def described(dtype: str, *block: int, swizzled: bool = True) -> str:
@@ -190,20 +185,12 @@ def described(dtype: str, *block: int, swizzled: bool = True) -> str:
 
 
 def compile_gluon(
-    function: Any, signature: dict[str, str], constants: dict[str, Any], options: dict[str, Any]
+    function: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, Any]
 ) -> Compiled:
-    """Compiles a kernel in Gluon for compute capability 9.0. signature: the types of its arguments, by name; those that
-    it does not have, nor `constants`, are integers."""
+    """Compiles a kernel in Gluon for compute capability 9.0; see `compile_source`."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    names = function.arg_names
-    types = signature | dict.fromkeys(constants, "constexpr")
-    signature = {name: types.get(name, "i32") for name in names}
-    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.endswith("_ptr")}
-    source = GluonASTSource(
-        function, signature, {(names.index(n),): v for n, v in constants.items()}, attributes
-    )
-    return _compiled(source, 90, options)
+    return compile_source(GluonASTSource, function, types, constants, options)
 
 
 def hopper_refused() -> str | None:
@@ -254,20 +241,11 @@ def compile_split_kernel(
         rows |= dict(q_step_desc=by_key.block_m, do_step_desc=by_key.block_m)
     names = function.arg_names
     constants |= {name: 1 for name in names if name.endswith("_col")}
-    signature, attributes = {}, {}
-    for i, name in enumerate(names):
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name in rows:
-            signature[name] = f"tensordesc<bf16[{rows[name]}, {head_dim}]>"
-        else:
-            signature[name] = (
-                "*fp32" if name.endswith("_ptr") else "fp32" if name in ("scale", "scale_log2") else "i32"
-            )
-        if name not in constants and (name.endswith("_ptr") or name.startswith(("stride_", "padded"))):
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(function, signature, {(names.index(n),): v for n, v in constants.items()}, attributes)
-    return _compiled(source, 90, options_of(options))
+    types = {name: "*fp32" for name in names if name.endswith("_ptr")}
+    types |= {name: f"tensordesc<bf16[{n}, {head_dim}]>" for name, n in rows.items()}
+    return compile_source(
+        ASTSource, function, types, constants, options_of(options), aligned=("stride_", "padded")
+    )
 
 
 def compiled_and_reported(

@@ -22,12 +22,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from cs336_systems.attention.hopper.backward_state import probabilities
 from cs336_systems.attention.hopper.common import (
     WG,
+    accumulator,
     accumulators,
     async_atomic_add,
     async_load,
     async_store,
     barriers,
     locate,
+    mma_layout,
     mma_of_part,
     mma_over_columns,
     reinterpreted,
@@ -41,9 +43,8 @@ from cs336_systems.attention.hopper.common import (
 @gluon.jit
 def _part_of_dq(ds, k, FIRST: gl.constexpr, WIDTH: gl.constexpr):
     """Issues dQ = dS K of 64 queries, of WIDTH columns from FIRST on."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    empty = gl.zeros([WG, WIDTH], gl.float32, layout)
-    return warpgroup_mma(ds.permute((1, 0)), k.slice(FIRST, WIDTH, 1), empty, use_acc=False, is_async=True)
+    k = k.slice(FIRST, WIDTH, 1)
+    return warpgroup_mma(ds.permute((1, 0)), k, accumulator(WIDTH), use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -73,7 +74,7 @@ def few_queries_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_des
     """dK and dV of 64 keys of one head, and their part of dQ of num_queries ≤ TILES · 64.
     Grid: (key_tiles · batch_heads,)."""
     dtype: gl.constexpr = q_desc.dtype
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WG, 16])
+    of_rows: gl.constexpr = gl.SliceLayout(0, mma_layout(WG))
     MMAS: gl.constexpr = 2 if REST else 1  # that a product of D columns takes
     HALVES: gl.constexpr = D // 64
     k_smem = gl.allocate_shared_memory(dtype, [1, 1, 1, WG, D], k_desc.layout)
@@ -111,7 +112,7 @@ def few_queries_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_des
     v = v_smem.index(0).reshape([WG, D])
     dk = accumulators(D, REST)
     dv = accumulators(D, REST)
-    empty = gl.zeros([WG, WG], gl.float32, s_layout)
+    empty = accumulator(WG)
     for i in gl.static_range(TILES):
         q = rows_smem.index(2 * i).reshape([WG, D])
         do = rows_smem.index(2 * i + 1).reshape([WG, D])
@@ -120,11 +121,11 @@ def few_queries_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_des
         mbarrier.wait(full.index(2 * i + 1), 0)
         dp = mma_over_columns(v, do, empty, REST)
         s = warpgroup_mma_wait(MMAS, deps=(s,))
-        minus_l = stats_smem.index(2 * i).reshape([WG]).load(gl.SliceLayout(0, s_layout))
+        minus_l = stats_smem.index(2 * i).reshape([WG]).load(of_rows)
         p = probabilities(s, minus_l, first_key, i, num_keys, scale_log2, True, IS_CAUSAL, 0, WG)
         p16 = rounded(p, dtype)
         dv = [mma_of_part(p16, do, x) for x in dv]
-        minus_delta = stats_smem.index(2 * i + 1).reshape([WG]).load(gl.SliceLayout(0, s_layout))
+        minus_delta = stats_smem.index(2 * i + 1).reshape([WG]).load(of_rows)
         dp = warpgroup_mma_wait(MMAS, deps=(dp,))
         ds = rounded(widened(p16) * (dp + minus_delta[None, :]), dtype)
         ds_smem.store(ds)

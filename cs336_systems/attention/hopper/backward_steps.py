@@ -17,6 +17,8 @@ from cs336_systems.attention.hopper.backward_dq import put_dq
 from cs336_systems.attention.hopper.backward_state import BLOCK_M
 from cs336_systems.attention.hopper.common import (
     WG,
+    accumulator,
+    mma_layout,
     mma_of_columns,
     mma_of_part,
     mma_over_columns,
@@ -32,19 +34,14 @@ def step(program, k, v, first_key, i, end, t, p, dk, dv, MASKED: gl.constexpr, G
     tile is computed here: its exponentials overlap dK's matmul. MASKED: the next one's are masked, which changes
     nothing after the last tile that needs it. dQ is left to a group of its own."""
     queries, gradients = program.queries, program.gradients
-    D: gl.constexpr = queries.D
-    STAGES: gl.constexpr = queries.STAGES
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
+    s_layout: gl.constexpr = mma_layout(BLOCK_M)
+    operand: gl.constexpr = gl.DotOperandLayout(0, mma_layout(queries.D), 2)
     DTYPE: gl.constexpr = queries.q.dtype
-    slot = t % STAGES
-    parity = (t // STAGES) & 1
-    q = queries.q.index(slot).reshape([BLOCK_M, D])
-    do = queries.do.index(slot).reshape([BLOCK_M, D])
+    q = queries.q_tile(t)
+    do = queries.do_tile(t)
 
-    dp = gl.zeros([WG, BLOCK_M], gl.float32, s_layout)
-    mbarrier.wait(queries.do_full.index(slot), parity)
+    dp = accumulator(BLOCK_M)
+    queries.do_slots.wait(t)
     dp = warpgroup_mma(v, do.permute((1, 0)), dp, use_acc=False, is_async=True)
     p16 = rounded(p, DTYPE)
     dv = warpgroup_mma(gl.convert_layout(p16, operand, assert_trivial=True), do, dv, is_async=True)
@@ -64,12 +61,12 @@ def step(program, k, v, first_key, i, end, t, p, dk, dv, MASKED: gl.constexpr, G
     mbarrier.arrive(gradients.ds_full.index(ds_slot), count=1)
     dk = warpgroup_mma(gl.convert_layout(ds, operand, assert_trivial=True), q, dk, is_async=True)
     dv, s = warpgroup_mma_wait(1, deps=(dv, s))
-    mbarrier.arrive(queries.do_empty.index(slot), count=1)
+    queries.do_slots.release(t)
     p = program.probabilities(s, first_key, i + 1, following, MASKED, G)
     # complete long ago; keeps the next wait behind the exponentials
-    mbarrier.wait(queries.do_full.index(slot), parity)
+    queries.do_slots.wait(t)
     dk = warpgroup_mma_wait(0, deps=(dk,))
-    mbarrier.arrive(queries.q_empty.index(slot), count=1)
+    queries.q_slots.release(t)
     return p, dk, dv
 
 
@@ -86,11 +83,10 @@ def late_dq(program, t, G: gl.constexpr):
     kv, gradients = program.kv, program.gradients
     REST: gl.constexpr = program.REST
     WIDTH: gl.constexpr = REST if REST and G else 64
-    half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     slot = (t + 3) % 3
     # before the first tile: a matmul whose result is unused
     mbarrier.wait(gradients.ds_full.index(slot), (t // 3) & 1, pred=t >= 0)
-    empty = gl.zeros([WG, WIDTH], gl.float32, half_layout)
+    empty = accumulator(WIDTH)
     k_half = kv.k.index(zero(t + 1)).reshape([2 * WG, kv.D]).slice(G * 64, WIDTH, 1)
     return warpgroup_mma(
         gradients.ds.index(slot).permute((1, 0)), k_half, empty, use_acc=False, is_async=True
@@ -111,23 +107,20 @@ def late_step(program, first_key, i, t, keys_t, more, s, v, dk, dv, MASKED: gl.c
     A group may be a tile ahead of the other, which still reads the dSᵀ of the previous tile: hence three buffers. It is
     not two ahead: with two stages, the Q of its next tile takes the place of one that both groups are done with."""
     queries, kv, gradients = program.queries, program.kv, program.gradients
-    D: gl.constexpr = queries.D
-    STAGES: gl.constexpr = queries.STAGES
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    s_layout: gl.constexpr = mma_layout(BLOCK_M)
     REST: gl.constexpr = program.REST
     MMAS: gl.constexpr = 2 if REST else 1  # that a product of D columns takes
     DTYPE: gl.constexpr = queries.q.dtype
-    slot = t % STAGES
-    q = queries.q.index(slot).reshape([BLOCK_M, D])
-    do = queries.do.index(slot).reshape([BLOCK_M, D])
+    q = queries.q_tile(t)
+    do = queries.do_tile(t)
     k = kv.k_of(zero(t), G)
     HALF_OF_V: gl.constexpr = not REST and not program.scheduler.IS_CAUSAL
-    gl.static_assert(STAGES == 2)
+    gl.static_assert(queries.q_slots.STAGES == 2)
     if not REST:
-        v_tile = kv.v.index(G + zero(t)).reshape([WG, D])
+        v_tile = kv.v.index(G + zero(t)).reshape([WG, kv.D])
 
-    mbarrier.wait(queries.do_full.index(slot), (t // STAGES) & 1)
-    dp = gl.zeros([WG, BLOCK_M], gl.float32, s_layout)
+    queries.do_slots.wait(t)
+    dp = accumulator(BLOCK_M)
     if REST:
         dp = mma_of_columns(v, do, dp)
     elif not HALF_OF_V:
@@ -150,14 +143,14 @@ def late_step(program, first_key, i, t, keys_t, more, s, v, dk, dv, MASKED: gl.c
         dq = late_dq(program, t - 1, G)
     dk = [mma_of_part(ds, q, x) for x in dk]
     dv, dq = wait_for_both(MMAS, dv, dq)
-    mbarrier.arrive(queries.do_empty.index(slot), count=1)
+    queries.do_slots.release(t)
     if t > keys_t:  # while dK's matmul runs
         put_dq(dq, gradients, G, t - 1)
     if HALF_OF_V:
         dk = [warpgroup_mma_wait(0, deps=(x,)) for x in dk]
     s = queries.scores(k, gl.where(more, t + 1, t))
     dk, s = wait_for_both(0, dk, s)
-    mbarrier.arrive(queries.q_empty.index(slot), count=1)
+    queries.q_slots.release(t)
     return s, dk, dv
 
 
@@ -166,18 +159,16 @@ def no_key_seen(program, t, keys_t, G: gl.constexpr):
     """Passes over the last tile of queries, the program's t-th, of which none sees this group's keys: its dSᵀ is
     zero. What is left is dQ of the tile before, if that was for the same keys."""
     queries, gradients = program.queries, program.gradients
-    STAGES: gl.constexpr = queries.STAGES
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     if t > keys_t:
         dq = warpgroup_mma_wait(0, deps=(late_dq(program, t - 1, G),))
         put_dq(dq, gradients, G, t - 1)
-    gradients.ds.index(t % 3).slice(G * WG, WG).store(gl.zeros([WG, BLOCK_M], queries.q.dtype, s_layout))
+    gradients.ds.index(t % 3).slice(G * WG, WG).store(
+        gl.zeros([WG, BLOCK_M], queries.q.dtype, mma_layout(BLOCK_M))
+    )
     fence_async_shared()
     mbarrier.arrive(gradients.ds_full.index(t % 3), count=1)
     # the next waits at these barriers are for their next phases
-    slot = t % STAGES
-    parity = (t // STAGES) & 1
-    mbarrier.wait(queries.q_full.index(slot), parity)
-    mbarrier.wait(queries.do_full.index(slot), parity)
-    mbarrier.arrive(queries.q_empty.index(slot), count=1)
-    mbarrier.arrive(queries.do_empty.index(slot), count=1)
+    queries.q_slots.wait(t)
+    queries.do_slots.wait(t)
+    queries.q_slots.release(t)
+    queries.do_slots.release(t)

@@ -46,6 +46,7 @@ from cs336_systems.attention.hopper.backward_steps import zero
 from cs336_systems.attention.hopper.common import (
     WG,
     Ring,
+    accumulator,
     aggregate,
     async_load,
     barriers,
@@ -78,7 +79,7 @@ class Exchange:
         self.slot.acquire(t)
         self.tile.store(x)
         fence_async_shared()
-        mbarrier.arrive(self.slot.full.index(0), count=1)
+        self.slot.commit(t)
 
 
 @aggregate
@@ -158,6 +159,12 @@ class Program:
         queries.do.load(self.do_desc, b, h, i * WG * self.DO_STEP, queries.do_slots.full.index(slot), slot)
 
     @gluon.jit
+    def probabilities(self, s, minus_l, i, MASKED: gl.constexpr):
+        """Pᵀ of tile i of the queries."""
+        return probabilities(s, minus_l, self.tile * WG, i, self.num_keys, self.scale_log2, MASKED, self.IS_CAUSAL, 0,
+                             WG)  # fmt: skip
+
+    @gluon.jit
     def store(self, desc, parts, pieces, slot):
         """Results of 64 keys by way of a place in shared memory."""
         pieces.store(desc, self.head, self.heads, self.tile * WG, parts, slot)
@@ -168,9 +175,8 @@ def _values_group(program):
     """Pᵀ of each tile of queries, for the keys group, and dV."""
     queries = program.queries
     DTYPE: gl.constexpr = queries.q.smem.dtype
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WG, 16])
-    empty = gl.zeros([WG, WG], gl.float32, layout)
-    first_key = program.tile * WG
+    empty = accumulator(WG)
+    layout: gl.constexpr = empty.type.layout
     steps = program.steps()
     k = program.kv.tile(0)
     dv = piece_accumulators(k)
@@ -183,15 +189,13 @@ def _values_group(program):
             minus_l = queries.statistic(0, t, layout)
             queries.q_slots.release(t)
             # of a key that is not there P, exp(−L), may be infinite
-            masked = first_key + WG > program.num_keys
+            masked = program.tile * WG + WG > program.num_keys
             if program.IS_CAUSAL:
                 masked = masked | (i == program.tile)
-            if masked:
-                p = probabilities(s, minus_l, first_key, i, program.num_keys, program.scale_log2, True,
-                                  program.IS_CAUSAL, 0, WG)  # fmt: skip
+            if masked:  # noqa: SIM108 (Gluon has no such expression of tensors)
+                p = program.probabilities(s, minus_l, i, True)
             else:
-                p = probabilities(s, minus_l, first_key, i, program.num_keys, program.scale_log2, False,
-                                  program.IS_CAUSAL, 0, WG)  # fmt: skip
+                p = program.probabilities(s, minus_l, i, False)
             p16 = rounded(p, DTYPE)
             program.p.put(p16, t)
             # after the last tile it is computed again, and unused
@@ -211,8 +215,8 @@ def _keys_group(program):
     """dSᵀ of each tile of queries, for the queries group, and dK."""
     queries = program.queries
     DTYPE: gl.constexpr = queries.q.smem.dtype
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WG, 16])
-    empty = gl.zeros([WG, WG], gl.float32, layout)
+    empty = accumulator(WG)
+    layout: gl.constexpr = empty.type.layout
     steps = program.steps()
     v = program.kv.tile(1)
     dk = piece_accumulators(v)
@@ -250,8 +254,8 @@ def _add(sum_ptr, dq):
 @gluon.jit
 def _queries_group(program):
     """Loads the keys and values and the queries that see them; dQ of each tile, a piece of its columns at a time."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WG, 16])
-    empty = gl.zeros([WG, WG], gl.float32, layout)
+    empty = accumulator(WG)
+    layout: gl.constexpr = empty.type.layout
     gdc_wait()  # for the kernel before this one; the one after it may take the place of programs that have ended
     gdc_launch_dependents()
     steps = program.steps()

@@ -64,8 +64,8 @@ def barriers(n: gl.constexpr, arrivals: gl.constexpr):
 
 @aggregate
 class Ring:
-    """The barriers of a ring of STAGES slots. Who fills a slot acquires it, for its t-th use; who reads it waits for
-    the t-th, and releases it."""
+    """The barriers of a ring of STAGES slots. Who fills a slot acquires it, for its t-th use, and says how many bytes
+    TMA is to bring, or commits what threads have written; who reads it waits for the t-th, and releases it."""
 
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
@@ -76,8 +76,19 @@ class Ring:
         mbarrier.wait(self.empty.index(t % self.STAGES), ((t // self.STAGES) & 1) ^ 1)
 
     @gluon.jit
-    def wait(self, t):
-        mbarrier.wait(self.full.index(t % self.STAGES), (t // self.STAGES) & 1)
+    def expect(self, t, BYTES: gl.constexpr):
+        """The barrier at which so many bytes are to arrive."""
+        full = self.full.index(t % self.STAGES)
+        mbarrier.expect(full, BYTES)
+        return full
+
+    @gluon.jit
+    def commit(self, t):
+        mbarrier.arrive(self.full.index(t % self.STAGES), count=1)
+
+    @gluon.jit
+    def wait(self, t, pred=True):
+        mbarrier.wait(self.full.index(t % self.STAGES), (t // self.STAGES) & 1, pred=pred)
 
     @gluon.jit
     def release(self, t):
@@ -149,10 +160,16 @@ def widened(x):
 
 # Blocks are powers of two: for a head dimension of 80 or 96, too, tiles have D = 128 columns. The matmuls leave out the
 # rest. To them there are two parts, 64 columns and REST = 16 or 32 more; or, REST = 0, one part of all D columns.
+@gluon.constexpr_function
+def mma_layout(width):
+    """How the threads of a group hold so many columns of a matmul's result."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+
+
 @gluon.jit
 def accumulator(WIDTH: gl.constexpr):
     """fp32 zeros, 64 rows of so many columns."""
-    return gl.zeros([WG, WIDTH], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16]))
+    return gl.zeros([WG, WIDTH], gl.float32, mma_layout(WIDTH))
 
 
 @gluon.jit

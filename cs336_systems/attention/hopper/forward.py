@@ -31,17 +31,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     tma,
     warpgroup_mma_wait,
 )
 
 from cs336_systems.attention.hopper.common import (
     WG,
+    Ring,
+    accumulator,
     accumulators,
     aggregate,
     async_store,
     barriers,
+    mma_layout,
     mma_of_part,
     mma_over_columns,
     store_parts,
@@ -122,7 +124,7 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
     BLOCK_N: gl.constexpr = kv.BLOCK_N
     D: gl.constexpr = kv.D
     REST: gl.constexpr = program.REST
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    s_layout: gl.constexpr = mma_layout(BLOCK_N)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     MMAS: gl.constexpr = 2 if REST else 1  # that P V takes
     LAZY: gl.constexpr = D == 128 and not REST  # with fewer columns there is less to rescale than to decide
@@ -139,26 +141,23 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
 
     t = uses
     for _ in range(end_of_tile - end):  # tiles to the right of this group's diagonal are for the other groups
-        kv.skip(t)
+        kv.slots.skip(t)
         t += 1
 
     q_slot, q_parity = queries.slot_and_parity(done, G)
     q = queries.q.index(q_slot).reshape([WG, D])
-    zeros = gl.zeros([WG, BLOCK_N], gl.float32, s_layout)
+    zeros = accumulator(BLOCK_N)
     # HALVE: the first half of the queries sees nothing of the diagonal's second half of the keys
     MET: gl.constexpr = WG if program.HALVE and G == 0 else BLOCK_N
-    met_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MET, 16])
     acc = accumulators(D, REST)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
-    slot = t % kv.STAGES
     queries.wait(q_slot, q_parity)
-    kv.wait(t)
-    met_k = kv.k_tile(slot).slice(0, MET, 0)
-    met = mma_over_columns(q, met_k, gl.zeros([WG, MET], gl.float32, met_layout), REST)
+    kv.slots.wait(t)
+    met = mma_over_columns(q, kv.k_tile(t).slice(0, MET, 0), accumulator(MET), REST)
     if queries.IN_PLACE:
         queries.release_previous(done, G)
     met = warpgroup_mma_wait(0, deps=(met,))
-    kv.release(slot)
+    kv.slots.release(t)
     first_key = (end - 1) * BLOCK_N
     met = keys.limited(met, first_query, first_key, unlimited)
     softmax, p32 = first_softmax(keys, met, first_query, first_key, scale_log2)
@@ -172,10 +171,9 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
         t += 1
         if keys.LIMITED:
             first_key -= BLOCK_N
-        slot, parity = kv.slot_and_parity(t)
-        k = kv.k_tile(slot)
-        v = kv.v_tile(slot)
-        mbarrier.wait(kv.full.index(slot), parity)
+        k = kv.k_tile(t)
+        v = kv.v_tile(t)
+        kv.slots.wait(t)
         if program.OVERLAP:  # the softmax of this tile overlaps the matmul of the last one
             s = mma_over_columns(q, k, zeros, REST)
             acc = [mma_of_part(p, v, x) for x in acc]
@@ -183,9 +181,9 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
             s = keys.limited(s, first_query, first_key, unlimited)
             softmax, alpha, new_p = softmax.step(s, scale_log2, p_layout, DTYPE, LAZY)
             # complete long ago; a wait ends the basic block, without which ptxas would move the next line up
-            mbarrier.wait(kv.full.index(slot), parity)
+            kv.slots.wait(t)
             acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
-            kv.release(slot)
+            kv.slots.release(t)
             p = new_p
         else:
             acc = [mma_of_part(p, v, x) for x in acc]
@@ -193,7 +191,7 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
                 acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
             s = mma_over_columns(q, k, zeros, REST)
             acc, s = wait_for_both(0, acc, s)
-            kv.release(slot)
+            kv.slots.release(t)
             s = keys.limited(s, first_query, first_key, unlimited)
             softmax, alpha, p = softmax.step(s, scale_log2, p_layout, DTYPE, LAZY)
         acc = [times_rows(x, alpha, LAZY) for x in acc]
@@ -201,9 +199,8 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
     if done is not None and not queries.IN_PLACE:
         queries.release(q_slot)
     t += 1
-    slot = t % kv.STAGES
-    kv.wait(t)
-    v = kv.v_tile(slot)
+    kv.slots.wait(t)
+    v = kv.v_tile(t)
     acc = [mma_of_part(p, v, x) for x in acc]
     num_queries = scheduler.num_queries
     logsumexp = softmax.logsumexp(scale_log2)
@@ -211,7 +208,7 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
     share = 1.0 / softmax.row_sum
     acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
     if done is not None or keys.LIMITED:  # otherwise nothing is loaded any more
-        kv.release(slot)
+        kv.slots.release(t)
         if done is not None and not queries.IN_PLACE:
             tma.store_wait(0)  # O of the tile before has left
     acc = [times_rows(x, share) for x in acc]
@@ -221,7 +218,7 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
     async_store(program.o_desc, [head // scheduler.heads, head % scheduler.heads, first_query, 0], o)
     for _ in range(begin - begin_of_tile):  # those that its queries do not see any more, too
         t += 1
-        kv.skip(t)
+        kv.slots.skip(t)
 
 
 @gluon.jit
@@ -241,7 +238,7 @@ def _share(program, first_of_tile, end, head, done, uses, G: gl.constexpr):
         elif done is not None:
             queries.release(q_slot)
         for t in range(uses, uses + steps + 1):
-            program.kv.skip(t)
+            program.kv.slots.skip(t)
     return uses + steps + 1
 
 
@@ -287,7 +284,7 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, limit, heads, batch_he
     q_empty = barriers(Q_TILES, 1) if PERSISTENT else q_full
     fence_async_shared()  # the TMA unit sees them initialized
     queries = QueryTiles(q_smem, o_smem, q_full, q_empty, GROUPS, IN_PLACE, D)
-    kv = KVRing(k_smem, v_smem, full, empty, BLOCK_N, D, STAGES)
+    kv = KVRing(k_smem, v_smem, Ring(full, empty, STAGES), BLOCK_N, D)
     LIMITED: gl.constexpr = limit is not None
     UNEVEN: gl.constexpr = IS_CAUSAL and (limit is None or limit.dtype.is_ptr())
     scheduler = TileScheduler(heads, batch_heads, section, full_tiles, row_tiles, num_queries, UNEVEN, GROUPS,

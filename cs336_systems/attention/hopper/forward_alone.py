@@ -20,11 +20,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from cs336_systems.attention.hopper.common import (
     WG,
+    accumulator,
     accumulators,
     async_load,
     async_store,
     barriers,
     locate,
+    mma_layout,
     mma_of_part,
     mma_over_columns,
     store_parts,
@@ -62,8 +64,7 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, limit, heads, batch_head
                  HEADS_PER_KV: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """O and L of up to `chain` tiles of 64 queries of one head. Grid: (⌈row_tiles / chain⌉ · batch_heads,)."""
     dtype: gl.constexpr = q_desc.dtype
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WG, 16])
-    s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    s_rows: gl.constexpr = gl.SliceLayout(1, mma_layout(WG))
     q_smem = gl.allocate_shared_memory(dtype, [1, 1, 1, WG, D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [1, 1, 1, WG, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [1, 1, 1, WG, D], v_desc.layout)
@@ -86,7 +87,7 @@ def alone_kernel(q_desc, k_desc, v_desc, o_desc, l_ptr, limit, heads, batch_head
     q = q_smem.index(0).reshape([WG, D])
     k = k_smem.index(0).reshape([WG, D])
     v = v_smem.index(0).reshape([WG, D])
-    zeros = gl.zeros([WG, WG], gl.float32, s_layout)
+    zeros = accumulator(WG)
     for done in range(tiles):
         queries = first_query + gl.arange(0, WG, s_rows)
         steps = end - keys.first_tile(first_query)

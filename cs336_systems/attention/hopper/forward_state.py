@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from cs336_systems.attention.hopper.common import WG, aggregate, async_load, exp2, first_keys, locate
+from cs336_systems.attention.hopper.common import WG, Ring, aggregate, async_load, exp2, first_keys, locate
 
 GROWTH = gl.constexpr(8.0)  # of a row's maximum, in powers of two; as in FlashAttention-4
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -121,52 +121,32 @@ class KVRing:
 
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
+    slots: Ring
     BLOCK_N: gl.constexpr
     D: gl.constexpr
-    STAGES: gl.constexpr
 
     @gluon.jit
     def load(self, k_desc, v_desc, b, h, uses, t, steps, end):
         """Tile t of K and t − 1 of V, counted from the right, of the `steps` before tile `end`, where there are such;
         so many uses of the ring came before tile 0."""
         BYTES: gl.constexpr = self.BLOCK_N * self.D * 2
-        slot = (uses + t) % self.STAGES
+        slot = (uses + t) % self.slots.STAGES
         first_key = (end - 1 - t) * self.BLOCK_N
         both = (t > 0) & (t < steps)
-        mbarrier.wait(self.empty.index(slot), (((uses + t) // self.STAGES) & 1) ^ 1)
-        full = self.full.index(slot)
+        self.slots.acquire(uses + t)
+        full = self.slots.full.index(slot)
         mbarrier.expect(full, 2 * BYTES, pred=both)
         mbarrier.expect(full, BYTES, pred=both ^ True)
         async_load(k_desc, [b, h, first_key, 0], full, self.k.index(slot), pred=t < steps)
         async_load(v_desc, [b, h, first_key + self.BLOCK_N, 0], full, self.v.index(slot), pred=t > 0)
 
     @gluon.jit
-    def slot_and_parity(self, t):
-        return t % self.STAGES, (t // self.STAGES) & 1
+    def k_tile(self, t):
+        return self.k.index(t % self.slots.STAGES).reshape([self.BLOCK_N, self.D])
 
     @gluon.jit
-    def wait(self, t):
-        mbarrier.wait(self.full.index(t % self.STAGES), (t // self.STAGES) & 1)
-
-    @gluon.jit
-    def release(self, slot):
-        mbarrier.arrive(self.empty.index(slot), count=1)
-
-    @gluon.jit
-    def k_tile(self, slot):
-        return self.k.index(slot).reshape([self.BLOCK_N, self.D])
-
-    @gluon.jit
-    def v_tile(self, slot):
-        return self.v.index(slot).reshape([self.BLOCK_N, self.D])
-
-    @gluon.jit
-    def skip(self, t):
-        """Lets the t-th use go by."""
-        self.wait(t)
-        self.release(t % self.STAGES)
+    def v_tile(self, t):
+        return self.v.index(t % self.slots.STAGES).reshape([self.BLOCK_N, self.D])
 
 
 @aggregate

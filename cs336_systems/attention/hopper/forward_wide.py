@@ -179,7 +179,6 @@ def _attend(program, first_of_tile, head, G: gl.constexpr):
     BLOCK_N: gl.constexpr = ring.tiles.ROWS
     PIECES: gl.constexpr = ring.tiles.PIECES
     DTYPE: gl.constexpr = ring.tiles.smem.dtype
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
 
     first_query = first_of_tile + G * WG
     steps = program.keys.tiles(first_of_tile, scheduler.GROUPS * WG)
@@ -188,7 +187,7 @@ def _attend(program, first_of_tile, head, G: gl.constexpr):
         slots.skip(ring.use_of_k(t))
         slots.skip(ring.use_of_v(t, steps))
 
-    zeros = gl.zeros([WG, BLOCK_N], gl.float32, s_layout)
+    zeros = accumulator(BLOCK_N)
     q = program.queries.tile(G)
     acc = piece_accumulators(q)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
@@ -230,7 +229,7 @@ def _attend(program, first_of_tile, head, G: gl.constexpr):
     slots.wait(use)
     acc = mma_of_pieces(acc, p, ring.tile(use))
     num_queries = scheduler.num_queries
-    rows = first_query + gl.arange(0, WG, gl.SliceLayout(1, s_layout))
+    rows = first_query + gl.arange(0, WG, gl.SliceLayout(1, s.type.layout))
     logsumexp = softmax.logsumexp(scale_log2)
     gl.store(program.l_ptr + head.to(gl.int64) * num_queries + rows, logsumexp, mask=rows < num_queries)
     share = 1.0 / softmax.row_sum
