@@ -1,5 +1,6 @@
 """Attention on the CPU: every implementation, the Triton kernels through triton's interpreter."""
 
+import importlib
 import types
 
 import pytest
@@ -166,6 +167,29 @@ def test_large_scores(impl):
     check(impl, q, k, v, True, largest_score=(q @ k.transpose(-2, -1)).abs().max().item() / 4)
     q, k = q.detach() * 0 + 1e15, k.detach() * 0 - 1e15  # equal scores of −4e30: the softmax is uniform
     torch.testing.assert_close(attention(q, k, v, False, impl), v.mean(-2, keepdim=True).expand(v.shape))
+
+
+@triton_on_cpu
+@pytest.mark.parametrize("kernels", ["triton.launch", "hopper.split_launch"])
+def test_what_a_backward_pass_is_given(kernels):
+    """A logsumexp of any layout; what O and its gradient cannot be is refused by name."""
+    launch = importlib.import_module(f"cs336_systems.attention.{kernels}")
+    q, k, v, grad_o = (fresh(1, 2, 40, 16, requires_grad=False) for _ in range(4))
+    o, logsumexp = launch.launch_forward(q, k, v, True)
+    transposed = logsumexp.transpose(1, 2).contiguous().transpose(1, 2)
+    assert not transposed.is_contiguous()
+    given = [launch.launch_backward(q, k, v, o, x, grad_o, True) for x in (logsumexp, transposed)]
+    for x, y in zip(*given, strict=True):
+        torch.testing.assert_close(x, y)
+    for wrong, name in (
+        ((o.half(), grad_o), r"o is torch.float16"),
+        ((o, grad_o.half()), r"grad_o is torch.float16"),
+        ((o, grad_o[:, :, 1:]), r"grad_o is torch.float32 \(1, 2, 39, 16\)"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"{name}.*; expected what q is, torch.float32 \(1, 2, 40, 16\) on cpu"
+        ):
+            launch.launch_backward(q, k, v, wrong[0], logsumexp, wrong[1], True)
 
 
 @triton_on_cpu
@@ -372,6 +396,8 @@ def test_auto_works_anywhere():
         (75, (), "float16", 64, "flash_cuda"),
         (75, (), "float32", 64, "flash_triton"),
         (75, (), "float16", 200, "flash_triton"),
+        (75, (), "float32", 129, "reference"),  # its backward pass has no tiles there
+        (80, (), "float32", 129, "flash_triton"),
         (75, ("flash_cuda",), "float16", 64, "flash_triton"),
     ],
 )

@@ -55,6 +55,22 @@ def test_packed_sequences(impl, ends, dtype):
         check(impl, q, k, v, True, cu_seqlens=packed(ends, times))
 
 
+@kernels
+def test_the_function_itself_sees_documents_without_an_axis_of_batches():
+    from cs336_systems.attention.flash_triton import FlashAttentionTriton
+
+    ends = packed((5, 33, 70))
+    x = [fresh(2, 70 * MANY, 24, device=DEVICE) for _ in range(3)]
+    grad_o = torch.randn_like(x[0])
+    found = FlashAttentionTriton.apply(*x, True, False, None, ends)
+    four = [y.detach()[None].requires_grad_() for y in x]
+    expected = attention(*four, True, "flash_triton", cu_seqlens=ends)
+    torch.testing.assert_close(found, expected[0])
+    grads = torch.autograd.grad(found, x, grad_o), torch.autograd.grad(expected, four, grad_o[None])
+    for y, z in zip(*grads, strict=True):
+        torch.testing.assert_close(y, z[0])
+
+
 @pytest.mark.parametrize("impl", SERVING)
 def test_both_with_grouped_queries_in_layouts_of_all_kinds(impl):
     n = 40 * MANY

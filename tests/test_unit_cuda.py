@@ -231,3 +231,12 @@ def test_cpu_tensors_are_refused():
     q = torch.zeros(1, 8, 16, dtype=torch.float16)
     with pytest.raises(ValueError, match="flash_cuda got tensors on device 'cpu'"):
         registry.IMPLEMENTATIONS["flash_cuda"].call(q, q, q, False)
+
+
+def test_what_forward_cannot_have_made_is_refused():
+    q, logsumexp = torch.zeros(1, 2, 8, 16, dtype=torch.float16), torch.zeros(1, 2, 8)
+    for o, grad_o, name in ((q.float(), q, "o"), (q, q.float(), "grad_o")):
+        with pytest.raises(
+            ValueError, match=rf"^{name} is torch.float32 .*; expected what q is, torch.float16"
+        ):
+            launch.launch_backward(q, q, q, o, logsumexp, grad_o, True)

@@ -41,7 +41,11 @@ def chosen(q: torch.Tensor, asked: tuple[str, ...] = ()) -> str:
 
 def _serves(name: str, q: torch.Tensor) -> bool:
     if name == "flash_triton":
-        return q.dtype in DTYPES and MIN_HEAD_DIM <= q.shape[-1] <= MAX_HEAD_DIM
+        if not (q.dtype in DTYPES and MIN_HEAD_DIM <= q.shape[-1] <= MAX_HEAD_DIM):
+            return False
+        # of fp32 before Ampere no tiles of the backward kernel for keys fit the GPU's shared memory
+        fp32 = q.dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
+        return not (fp32 and q.shape[-1] > 128 and before_ampere(q.get_device()))
     from cs336_systems.attention import flash_cuda
 
     return flash_cuda.serves(q)

@@ -179,7 +179,8 @@ class FlashAttentionTriton(torch.autograd.Function):
         if Q.ndim == 4:  # views, even no-ops, take as long on the host as the rest of this function
             o, logsumexp = forward(Q, K, V, is_causal, window, cu_seqlens, max_seqlen)
         else:
-            o, logsumexp = forward(to_four_axes(Q), to_four_axes(K), to_four_axes(V), is_causal, window)
+            four = [to_four_axes(x) for x in (Q, K, V)]
+            o, logsumexp = forward(*four, is_causal, window, cu_seqlens, max_seqlen)
             o, logsumexp = o.view(Q.shape), logsumexp.view(Q.shape[:-1])
         ctx.save_for_backward(Q, K, V, o, logsumexp, *documents)
         ctx.is_causal, ctx.window = is_causal, window

@@ -102,6 +102,14 @@ def check_seen(
         _check_ends(cu_seqlens, q.shape[2], max_seqlen)
 
 
+def check_made(q: torch.Tensor, o: torch.Tensor, grad_o: torch.Tensor) -> None:
+    """Raises ValueError where O or its gradient is not what a forward pass over q makes: kernels take it for that."""
+    for name, x in (("o", o), ("grad_o", grad_o)):
+        if x.shape != q.shape or x.dtype != q.dtype or x.device != q.device:
+            of_x, of_q = (f"{y.dtype} {tuple(y.shape)} on {y.device}" for y in (x, q))
+            raise ValueError(f"{name} is {of_x}; expected what q is, {of_q}")
+
+
 def is_plain(*tensors: torch.Tensor) -> bool:
     """Whether nothing intercepts a call on these tensors: no tracing, no FLOP counter or other dispatch mode, no
     subclass, no sign in a flag (`torch.Tensor.is_neg`), none that stands for many under vmap and has no memory itself.

@@ -11,6 +11,7 @@ import torch
 
 from cs336_systems.attention.cuda import compile as nvrtc
 from cs336_systems.attention.cuda.tables import BACKWARD, FORWARD, Backward, Forward, chosen, padded
+from cs336_systems.attention.inputs import check_made
 
 LOG2_E = 1.4426950408889634
 _L2_BYTES = 30 * 2**20  # of the L2 cache, for a section's tensors (an A100, H100 and H200 have 40 to 60 MiB)
@@ -151,9 +152,11 @@ def launch_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dQ, dK, dV (batch, heads, n, d) in the layouts of q, k, v: three kernels on the device's current stream.
 
-    logsumexp (batch, heads, n_q) is contiguous, as forward returns it. `do` may be expanded; it is not copied. dQ is
-    summed in fp32 in the order of arrival or, with torch's flag for determinism, in the order of the keys.
+    logsumexp (batch, heads, n_q) as forward returns it. `do` may be expanded; it is not copied. dQ is summed in fp32 in
+    the order of arrival or, with torch's flag for determinism, in the order of the keys.
     """
+    check_made(q, o, do)
+    logsumexp = logsumexp.contiguous()
     index = q.get_device()
     if index != torch.cuda.current_device():
         with torch.cuda.device(index):

@@ -186,8 +186,7 @@ def first_backward(
     query_tiles, key_tiles = triton.cdiv(num_queries, GROUP), triton.cdiv(num_keys, keys)
     # with a limit not all queries see a head's first keys
     zeroed = few or wide or limited or num_queries > UNZEROED[d]
-    as_made = o.stride(3) == 1 and logsumexp.is_contiguous() and do.dtype == q.dtype
-    assert as_made, "o, logsumexp and do are what forward and autograd make"
+    assert o.stride(3) == 1, "o is what forward makes"
     batch_heads, rows, width = batch * heads, query_tiles * GROUP, d if wide else columns_of(head_dim)
     one_number = do.stride(2) == do.stride(3) == 0 and num_queries > 1
     copied = not one_number and not addressable(do)

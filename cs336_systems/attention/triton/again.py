@@ -245,20 +245,23 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dQ, dK, dV (batch, heads, n, d) in the layouts of q, k, v, on the device's current stream.
 
-    logsumexp (batch, heads, n_q) is contiguous, as forward returns it. `do` may be expanded. first: launches the pass
-    as `first(q, k, v, o, logsumexp, do, dq, dk, dv, is_causal, config, *seen)`; else as for `forward`, and it may
-    depend on o, logsumexp, do and torch's flag for deterministic algorithms too.
+    o, logsumexp (batch, heads, n_q) and `do`, which may be expanded: as forward and autograd make them. first: launches
+    the pass as `first(q, k, v, o, logsumexp, do, dq, dk, dv, is_causal, config, *seen)`; else as for `forward`, and it
+    may depend on o, logsumexp, do and torch's flag for deterministic algorithms too.
     """
     if _elsewhere(q):
         with torch.cuda.device(q.device):
             return backward(first, q, k, v, o, logsumexp, do, is_causal, config, seen)
+    if not logsumexp.is_contiguous():  # kernels know no strides of it
+        logsumexp = logsumexp.contiguous()
     device, dtype = q.device, q.dtype
     q_at, k_at, v_at, o_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr()
     l_at, do_at = logsumexp.data_ptr(), do.data_ptr()
     of_seen, cu_at = _of(seen) if seen else ((), ())
     key = (
-        first, is_causal, config, of_seen, dtype, precision_of(dtype), torch.are_deterministic_algorithms_enabled(),
-        device, q.shape, k.shape, q.stride(), k.stride(), v.stride(), o.stride(), do.stride(),
+        first, is_causal, config, of_seen, dtype, o.dtype, do.dtype, precision_of(dtype),
+        torch.are_deterministic_algorithms_enabled(), device, q.shape, k.shape, q.stride(), k.stride(), v.stride(),
+        o.stride(), do.stride(),
         (q_at | k_at | v_at | o_at | l_at | do_at) % 16
         and (q_at % 16, k_at % 16, v_at % 16, o_at % 16, l_at % 16, do_at % 16),
     )  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton
 
+from cs336_systems.attention.inputs import check_made
 from cs336_systems.attention.machine_code import faulty
 from cs336_systems.attention.triton import again
 from cs336_systems.attention.triton.again import Described, Launch, Pass, Shape, precision_of
@@ -86,6 +87,7 @@ class First:
         scratch: dict[str, tuple[Shape, torch.dtype]] | None = None, **gradients: torch.Tensor,
     ) -> None:  # fmt: skip
         given = dict(q=q, k=k, v=v, o=o, l=logsumexp) | gradients  # the order of `Pass.again`
+        check_made(q, o, gradients.get("do", o))
         scratch = scratch or {}
         if cu_seqlens is not None:
             given["cu_seqlens"] = cu_seqlens
