@@ -29,29 +29,29 @@ def triton_reason() -> str | None:
 
     if not torch.cuda.is_available():
         return "no CUDA device (TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)"
-    if torch.version.hip:
-        return "the kernels are written for NVIDIA GPUs"
-    major, minor = torch.cuda.get_device_capability()
-    if 10 * major + minor < OLDEST:
-        return f"compute capability {major}.{minor} is older than {OLDEST / 10}"
-    return None
+    return _gpu_reason(OLDEST)
 
 
 def cuda_reason() -> str | None:
     """Why `flash_cuda` cannot run on this machine; None where it can."""
-    import torch
-
     from cs336_systems.attention.cuda.compile import missing, too_new
     from cs336_systems.attention.cuda.tables import OLDEST
+
+    return _gpu_reason(OLDEST) or missing() or too_new()
+
+
+def _gpu_reason(oldest: int) -> str | None:
+    """Why kernels for NVIDIA GPUs from a compute capability on, 10 · major + minor, cannot run; None where they can."""
+    import torch
 
     if not torch.cuda.is_available():
         return "no CUDA device"
     if torch.version.hip:
         return "the kernels are written for NVIDIA GPUs"
     major, minor = torch.cuda.get_device_capability()
-    if 10 * major + minor < OLDEST:
-        return f"compute capability {major}.{minor} is older than {OLDEST / 10}"
-    return missing() or too_new()
+    if 10 * major + minor < oldest:
+        return f"compute capability {major}.{minor} is older than {oldest / 10}"
+    return None
 
 
 def hopper_reason(device_index: int = 0) -> str | None:

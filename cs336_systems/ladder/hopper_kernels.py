@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from cs336_systems.attention.hopper.backward_dq import DQ_COLUMNS, DQ_ROWS, add_tile
 from cs336_systems.attention.hopper.backward_state import QueryRing, probabilities
-from cs336_systems.attention.hopper.common import WG, Ring, async_load, async_store, locate, rounded, widened
+from cs336_systems.attention.hopper.common import WG, async_load, async_store, locate, rounded, widened
 
 
 @gluon.jit
@@ -74,8 +74,9 @@ def _step(dq_desc, tiles, barriers, k, v, head, first_key, i, t, num_keys, c, p,
     tile is computed here: its exponentials overlap dK's matmul. After the last one the producer loads one tile more."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
-    queries = QueryRing(q_smem, do_smem, stats_smem, Ring(q_full, q_empty, STAGES), Ring(do_full, do_empty, STAGES),
-                        BLOCK_M, D, 0)  # fmt: skip
+    queries = QueryRing(
+        q_smem, do_smem, stats_smem, q_full, q_empty, do_full, do_empty, BLOCK_M, D, STAGES, 0
+    )
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
@@ -152,8 +153,9 @@ def _group(dk_desc, dv_desc, dq_desc, tiles, barriers, heads, batch_heads, secti
     """dK and dV of 64 keys."""
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, stats_smem = tiles
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
-    queries = QueryRing(q_smem, do_smem, stats_smem, Ring(q_full, q_empty, STAGES), Ring(do_full, do_empty, STAGES),
-                        BLOCK_M, D, 0)  # fmt: skip
+    queries = QueryRing(
+        q_smem, do_smem, stats_smem, q_full, q_empty, do_full, do_empty, BLOCK_M, D, STAGES, 0
+    )
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     tile, head = locate(gl.program_id(0), key_tiles, batch_heads, section)

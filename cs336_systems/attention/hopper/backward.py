@@ -58,7 +58,6 @@ from cs336_systems.attention.hopper.backward_state import (
 from cs336_systems.attention.hopper.backward_steps import late_dq, late_step, no_key_seen, step, zero
 from cs336_systems.attention.hopper.common import (
     WG,
-    Ring,
     accumulator,
     accumulators,
     async_load,
@@ -76,7 +75,7 @@ from cs336_systems.attention.hopper.common import (
 def _producer(program):
     """Draws tiles of keys, and loads them and the queries that see them."""
     kv, scheduler = program.kv, program.scheduler
-    BUFFERS: gl.constexpr = kv.k_slots.STAGES
+    BUFFERS: gl.constexpr = kv.BUFFERS
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     gdc_wait()  # for the kernel before this one; the one after it may take the place of programs that have ended
     gdc_launch_dependents()
@@ -86,6 +85,7 @@ def _producer(program):
     t = 0
     while item < scheduler.items():
         slot = turn % BUFFERS
+        free = ((turn // BUFFERS) & 1) ^ 1
         tile, head = scheduler.locate(item)
         b, h = head // scheduler.heads, head % scheduler.heads
         kv_h = h // scheduler.HEADS_PER_KV
@@ -93,12 +93,13 @@ def _producer(program):
         first, end = scheduler.first_of(tile), scheduler.end_of(tile)
         if first < scheduler.query_tiles:  # before K and V, whose place may be taken for longer
             program.load_queries(b, h, head, scheduler.nth_of(first, end, 0), t)
-        kv.k_slots.acquire(turn)
+        mbarrier.wait(kv.k_empty.index(slot), free)
         kv.drawn.index(slot).store(gl.full([1], item, gl.int32, layout))
-        full = kv.k_slots.expect(turn, 2 * WG * kv.D * 2)
-        async_load(program.k_desc, [b, kv_h, first_key, 0], full, kv.k.index(slot))
-        kv.v_slots.acquire(turn)
-        full = kv.v_slots.expect(turn, 2 * WG * kv.D * 2)
+        mbarrier.expect(kv.k_full.index(slot), 2 * WG * kv.D * 2)
+        async_load(program.k_desc, [b, kv_h, first_key, 0], kv.k_full.index(slot), kv.k.index(slot))
+        mbarrier.wait(kv.v_empty.index(slot), free)
+        full = kv.v_full.index(slot)
+        mbarrier.expect(full, 2 * WG * kv.D * 2)
         for g in gl.static_range(2):
             async_load(program.v_desc, [b, kv_h, first_key + g * WG, 0], full, kv.v.index(2 * slot + g))
         for n in range(1, end - first):
@@ -107,9 +108,10 @@ def _producer(program):
         turn += 1
         item = gl.atomic_add(program.counters_ptr, 1, sem="relaxed")
     # no tile is left: the number past the last tells the others, with no K
-    kv.k_slots.acquire(turn)
-    kv.drawn.index(turn % BUFFERS).store(gl.full([1], item, gl.int32, layout))
-    kv.k_slots.commit(turn)
+    slot = turn % BUFFERS
+    mbarrier.wait(kv.k_empty.index(slot), ((turn // BUFFERS) & 1) ^ 1)
+    kv.drawn.index(slot).store(gl.full([1], item, gl.int32, layout))
+    mbarrier.arrive(kv.k_full.index(slot), count=1)
 
 
 @gluon.jit
@@ -135,12 +137,12 @@ def _end(program, dk, dv, at, first, t, G: gl.constexpr):
     fence_async_shared()
     async_store(program.dv_desc, at, kv.v.index(G))
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    kv.k_slots.release(0)
+    mbarrier.arrive(kv.k_empty.index(0), count=1)
     if first < program.scheduler.query_tiles:
         put_dq(dq, gradients, G, t)
         mbarrier.wait(gradients.dq_empty.index(G), t & 1)  # dQ has left
     tma.store_wait(0)
-    kv.v_slots.release(0)
+    mbarrier.arrive(kv.v_empty.index(0), count=1)
     store_parts([x * program.scale for x in dk], program.results.index(G).reshape([WG, kv.D]))
     fence_async_shared()
     async_store(program.dk_desc, at, program.results.index(G))
@@ -191,7 +193,7 @@ def _begin(program, turn, t, SKIPS: gl.constexpr, G: gl.constexpr):
     if SKIPS:
         group_first = gl.minimum(first + 1, scheduler.query_tiles)
     more = (item < scheduler.items()) & (group_first < scheduler.query_tiles)
-    s = program.queries.scores(program.kv.k_of(turn % program.kv.k_slots.STAGES, G), t, more)
+    s = program.queries.scores(program.kv.k_of(turn % program.kv.BUFFERS, G), t, more)
     return item, tile, head, first, group_first, s
 
 
@@ -199,6 +201,7 @@ def _begin(program, turn, t, SKIPS: gl.constexpr, G: gl.constexpr):
 def _group(program, G: gl.constexpr):
     """dK and dV of 64 of the 128 keys of each tile."""
     kv, scheduler = program.kv, program.scheduler
+    BUFFERS: gl.constexpr = kv.BUFFERS
     D: gl.constexpr = kv.D
     REST: gl.constexpr = program.REST
     IS_CAUSAL: gl.constexpr = scheduler.IS_CAUSAL
@@ -213,7 +216,7 @@ def _group(program, G: gl.constexpr):
     if D == 64:
         p = program.probabilities(s, tile * 2 * WG, first, keys_t, True, G)
     while item < scheduler.items():
-        slot = turn % kv.k_slots.STAGES
+        slot = turn % BUFFERS
         first_key = tile * 2 * WG
         end = scheduler.end_of(tile)
         # tiles of queries before this one need a mask
@@ -229,7 +232,7 @@ def _group(program, G: gl.constexpr):
             unmasked_end = gl.minimum(gl.maximum(unmasked_end, masked_end), end)
         dk = accumulators(D, REST)
         dv = accumulators(D, REST)
-        kv.v_slots.wait(turn)
+        mbarrier.wait(kv.v_full.index(slot), (turn // BUFFERS) & 1)
         if D == 128:
             tma.store_wait(0)  # dK has left the place of dQ
         unmasked = end - masked_end
@@ -243,13 +246,13 @@ def _group(program, G: gl.constexpr):
             s, dk, dv = _all_queries_late(program, first_key, first, group_first, end, end - unmasked_end, unmasked,
                                           keys_t, s, v, dk, dv, SKIPS, G)  # fmt: skip
         keys_t += end - first
+        turn += 1
         at = [head // scheduler.heads, head % scheduler.heads, first_key + G * WG, 0]
         if D == 64:
-            kv.k_slots.release(turn)
-            kv.v_slots.release(turn)
+            mbarrier.arrive(kv.k_empty.index(slot), count=1)
+            mbarrier.arrive(kv.v_empty.index(slot), count=1)
         else:
             _end(program, dk, dv, at, first, keys_t - 1, G)
-        turn += 1
         item, tile, head, first, group_first, s = _begin(program, turn, keys_t, SKIPS, G)
         if D == 64:  # beside that matmul
             _store_results(program, dk, dv, at, G)
@@ -265,15 +268,15 @@ def _dq_group(program):
     also adds it to the sum; otherwise `dq_warp` does."""
     kv, gradients, scheduler = program.kv, program.gradients, program.scheduler
     D: gl.constexpr = kv.D
-    empty = accumulator(BLOCK_M)
+    empty = accumulator(BLOCK_M)  # of D = 64 rows
     operand: gl.constexpr = gl.DotOperandLayout(0, empty.type.layout, 2)
     turn = 0
     t = 0
     item = kv.wait_for_item(turn, 4)
     while item < scheduler.items():
         tile, head = scheduler.locate(item)
-        k = kv.k.index(turn % kv.k_slots.STAGES).reshape([2 * WG, D]).permute((1, 0)).load(operand)
-        kv.k_slots.release(turn)
+        k = kv.k.index(turn % kv.BUFFERS).reshape([2 * WG, D]).permute((1, 0)).load(operand)
+        mbarrier.arrive(kv.k_empty.index(turn % kv.BUFFERS), count=1)
         for i in range(scheduler.first_of(tile), scheduler.end_of(tile)):
             slot = t & 1
             mbarrier.wait(gradients.ds_full.index(slot), (t // 2) & 1)
@@ -317,17 +320,18 @@ def backward_keys_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_d
     else:  # 64 rows in 16 bits take as much as 64 x 64 numbers in fp32
         results_smem = reinterpreted(dq_smem, dtype, [2, 1, 1, WG, D], dk_desc.layout)
     # `empty`: who lets go; of K all but the producer (see `KVTiles`)
-    k_slots = Ring(barriers(BUFFERS, 1), barriers(BUFFERS, 3 if D == 128 or ZEROED else 4), BUFFERS)
-    v_slots = Ring(barriers(BUFFERS, 1), barriers(BUFFERS, 2), BUFFERS)
-    q_slots = Ring(barriers(STAGES, 1), barriers(STAGES, 2), STAGES)
-    do_slots = Ring(barriers(STAGES, 1), barriers(STAGES, 2), STAGES)
+    k_full, k_empty = barriers(BUFFERS, 1), barriers(BUFFERS, 3 if D == 128 or ZEROED else 4)
+    v_full, v_empty = barriers(BUFFERS, 1), barriers(BUFFERS, 2)
+    q_full, q_empty = barriers(STAGES, 1), barriers(STAGES, 2)
+    do_full, do_empty = barriers(STAGES, 1), barriers(STAGES, 2)
     ds_full = barriers(DS_TILES, 2)
     # where nothing waits for a barrier it is not made (`machine_code.reused_barriers`): another lends its name
     ds_empty = ds_full if D == 128 else barriers(2, 1)
     dq_full, dq_empty = (ds_full, ds_full) if D == 64 and ZEROED else (barriers(2, 1), barriers(2, 1))
     fence_async_shared()
-    queries = QueryRing(q_smem, do_smem, stats_smem, q_slots, do_slots, BLOCK_M, D, REST)
-    kv = KVTiles(k_smem, v_smem, drawn_smem, k_slots, v_slots, D)
+    queries = QueryRing(q_smem, do_smem, stats_smem, q_full, q_empty, do_full, do_empty, BLOCK_M, D, STAGES,
+                        REST)  # fmt: skip
+    kv = KVTiles(k_smem, v_smem, drawn_smem, k_full, k_empty, v_full, v_empty, D, BUFFERS)
     gradients = GradientTiles(ds_smem, ds_full, ds_empty, dq_smem, dq_full, dq_empty)
     LIMITED: gl.constexpr = limit is not None
     scheduler = TileScheduler(heads, batch_heads, section, key_tiles, query_tiles, num_keys,

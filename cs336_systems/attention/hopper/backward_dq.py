@@ -102,7 +102,7 @@ def dq_warp(program):
     t = 0
     item = kv.wait_for_item(turn, 1)
     while item < scheduler.items():
-        kv.k_slots.release(turn)  # this warp needs no K
+        mbarrier.arrive(kv.k_empty.index(turn % kv.BUFFERS), count=1)  # this warp needs no K
         tile, head = scheduler.locate(item)
         first, end = scheduler.first_of(tile), scheduler.end_of(tile)
         stores = (tile == 0) & (not program.ZEROED)

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from cs336_systems.attention.hopper.common import (
     WG,
-    Ring,
     accumulator,
     aggregate,
     async_load,
@@ -53,53 +52,54 @@ class QueryRing:
     q: gl.shared_memory_descriptor
     do: gl.shared_memory_descriptor
     stats: gl.shared_memory_descriptor
-    q_slots: Ring
-    do_slots: Ring
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    do_full: gl.shared_memory_descriptor
+    do_empty: gl.shared_memory_descriptor
     BLOCK_M: gl.constexpr
     D: gl.constexpr
+    STAGES: gl.constexpr
     REST: gl.constexpr
-
-    @gluon.jit
-    def q_tile(self, t):
-        return self.q.index(t % self.q_slots.STAGES).reshape([self.BLOCK_M, self.D])
-
-    @gluon.jit
-    def do_tile(self, t):
-        return self.do.index(t % self.do_slots.STAGES).reshape([self.BLOCK_M, self.D])
 
     @gluon.jit
     def scores(self, k, t, awaited=True):
         """Issues sᵀ = K Qᵀ of the t-th tile; of whatever lies there if it is not awaited."""
-        self.q_slots.wait(t, awaited)
-        return mma_over_columns(k, self.q_tile(t), accumulator(self.BLOCK_M), self.REST)
+        slot = t % self.STAGES
+        mbarrier.wait(self.q_full.index(slot), (t // self.STAGES) & 1, pred=awaited)
+        q = self.q.index(slot).reshape([self.BLOCK_M, self.D])
+        return mma_over_columns(k, q, accumulator(self.BLOCK_M), self.REST)
 
     @gluon.jit
     def statistic(self, which: gl.constexpr, t, s_layout: gl.constexpr):
         """−L · log2(e), 0, or −delta, 1, of the t-th tile."""
-        tile = self.stats.index(2 * (t % self.q_slots.STAGES) + which)
+        tile = self.stats.index(2 * (t % self.STAGES) + which)
         return tile.reshape([self.BLOCK_M]).load(gl.SliceLayout(0, s_layout))
 
 
 @aggregate
 class KVTiles:
-    """K and V of the program's tiles of 128 keys, rings of one or two slots, and the number of the tile that was drawn,
+    """K and V of the program's tiles of 128 keys, a ring of BUFFERS places, and the number of the tile that was drawn,
     which arrives with K. The two groups read V, and K all warps but the producer: one that needs no K frees it, too,
     when it has read the number."""
 
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
     drawn: gl.shared_memory_descriptor
-    k_slots: Ring
-    v_slots: Ring
+    k_full: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
     D: gl.constexpr
+    BUFFERS: gl.constexpr
 
     @gluon.jit
     def wait_for_item(self, turn, WARPS: gl.constexpr):
         """Waits for K of this program's turn-th tile of keys and returns the tile's number among those of all heads;
         when none is left, a number past the last."""
-        self.k_slots.wait(turn)
+        slot = turn % self.BUFFERS
+        mbarrier.wait(self.k_full.index(slot), (turn // self.BUFFERS) & 1)
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-        return gl.sum(self.drawn.index(turn % self.k_slots.STAGES).load(layout), 0)
+        return gl.sum(self.drawn.index(slot).load(layout), 0)
 
     @gluon.jit
     def k_of(self, slot, G: gl.constexpr):
@@ -205,15 +205,18 @@ class Program:
         """The producer: tile i of the queries, the t-th of this program, when its place is free."""
         queries = self.queries
         BYTES: gl.constexpr = BLOCK_M * queries.D * 2
-        slot = t % queries.q_slots.STAGES
-        queries.q_slots.acquire(t)
-        full = queries.q_slots.expect(t, BYTES + 2 * BLOCK_M * 4)
+        slot = t % queries.STAGES
+        parity = ((t // queries.STAGES) & 1) ^ 1
+        mbarrier.wait(queries.q_empty.index(slot), parity)
+        full = queries.q_full.index(slot)
+        mbarrier.expect(full, BYTES + 2 * BLOCK_M * 4)
         row = i * BLOCK_M
         async_load(self.q_desc, [b, h, row, 0], full, queries.q.index(slot))
         for which in gl.static_range(2):
             async_load(self.stats_desc, [2 * head + which, row], full, queries.stats.index(2 * slot + which))
-        queries.do_slots.acquire(t)
-        full = queries.do_slots.expect(t, BYTES)
+        mbarrier.wait(queries.do_empty.index(slot), parity)
+        full = queries.do_full.index(slot)
+        mbarrier.expect(full, BYTES)
         async_load(self.do_desc, [b, h, row * self.DO_STEP, 0], full, queries.do.index(slot))
 
     @gluon.jit

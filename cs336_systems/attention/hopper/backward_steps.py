@@ -34,14 +34,18 @@ def step(program, k, v, first_key, i, end, t, p, dk, dv, MASKED: gl.constexpr, G
     tile is computed here: its exponentials overlap dK's matmul. MASKED: the next one's are masked, which changes
     nothing after the last tile that needs it. dQ is left to a group of its own."""
     queries, gradients = program.queries, program.gradients
+    D: gl.constexpr = queries.D
+    STAGES: gl.constexpr = queries.STAGES
     s_layout: gl.constexpr = mma_layout(BLOCK_M)
-    operand: gl.constexpr = gl.DotOperandLayout(0, mma_layout(queries.D), 2)
+    operand: gl.constexpr = gl.DotOperandLayout(0, mma_layout(D), 2)
     DTYPE: gl.constexpr = queries.q.dtype
-    q = queries.q_tile(t)
-    do = queries.do_tile(t)
+    slot = t % STAGES
+    parity = (t // STAGES) & 1
+    q = queries.q.index(slot).reshape([BLOCK_M, D])
+    do = queries.do.index(slot).reshape([BLOCK_M, D])
 
     dp = accumulator(BLOCK_M)
-    queries.do_slots.wait(t)
+    mbarrier.wait(queries.do_full.index(slot), parity)
     dp = warpgroup_mma(v, do.permute((1, 0)), dp, use_acc=False, is_async=True)
     p16 = rounded(p, DTYPE)
     dv = warpgroup_mma(gl.convert_layout(p16, operand, assert_trivial=True), do, dv, is_async=True)
@@ -61,12 +65,12 @@ def step(program, k, v, first_key, i, end, t, p, dk, dv, MASKED: gl.constexpr, G
     mbarrier.arrive(gradients.ds_full.index(ds_slot), count=1)
     dk = warpgroup_mma(gl.convert_layout(ds, operand, assert_trivial=True), q, dk, is_async=True)
     dv, s = warpgroup_mma_wait(1, deps=(dv, s))
-    queries.do_slots.release(t)
+    mbarrier.arrive(queries.do_empty.index(slot), count=1)
     p = program.probabilities(s, first_key, i + 1, following, MASKED, G)
     # complete long ago; keeps the next wait behind the exponentials
-    queries.do_slots.wait(t)
+    mbarrier.wait(queries.do_full.index(slot), parity)
     dk = warpgroup_mma_wait(0, deps=(dk,))
-    queries.q_slots.release(t)
+    mbarrier.arrive(queries.q_empty.index(slot), count=1)
     return p, dk, dv
 
 
@@ -107,19 +111,22 @@ def late_step(program, first_key, i, t, keys_t, more, s, v, dk, dv, MASKED: gl.c
     A group may be a tile ahead of the other, which still reads the dSᵀ of the previous tile: hence three buffers. It is
     not two ahead: with two stages, the Q of its next tile takes the place of one that both groups are done with."""
     queries, kv, gradients = program.queries, program.kv, program.gradients
+    D: gl.constexpr = queries.D
+    STAGES: gl.constexpr = queries.STAGES
     s_layout: gl.constexpr = mma_layout(BLOCK_M)
     REST: gl.constexpr = program.REST
     MMAS: gl.constexpr = 2 if REST else 1  # that a product of D columns takes
     DTYPE: gl.constexpr = queries.q.dtype
-    q = queries.q_tile(t)
-    do = queries.do_tile(t)
+    slot = t % STAGES
+    q = queries.q.index(slot).reshape([BLOCK_M, D])
+    do = queries.do.index(slot).reshape([BLOCK_M, D])
     k = kv.k_of(zero(t), G)
     HALF_OF_V: gl.constexpr = not REST and not program.scheduler.IS_CAUSAL
-    gl.static_assert(queries.q_slots.STAGES == 2)
+    gl.static_assert(STAGES == 2)
     if not REST:
-        v_tile = kv.v.index(G + zero(t)).reshape([WG, kv.D])
+        v_tile = kv.v.index(G + zero(t)).reshape([WG, D])
 
-    queries.do_slots.wait(t)
+    mbarrier.wait(queries.do_full.index(slot), (t // STAGES) & 1)
     dp = accumulator(BLOCK_M)
     if REST:
         dp = mma_of_columns(v, do, dp)
@@ -143,14 +150,14 @@ def late_step(program, first_key, i, t, keys_t, more, s, v, dk, dv, MASKED: gl.c
         dq = late_dq(program, t - 1, G)
     dk = [mma_of_part(ds, q, x) for x in dk]
     dv, dq = wait_for_both(MMAS, dv, dq)
-    queries.do_slots.release(t)
+    mbarrier.arrive(queries.do_empty.index(slot), count=1)
     if t > keys_t:  # while dK's matmul runs
         put_dq(dq, gradients, G, t - 1)
     if HALF_OF_V:
         dk = [warpgroup_mma_wait(0, deps=(x,)) for x in dk]
     s = queries.scores(k, gl.where(more, t + 1, t))
     dk, s = wait_for_both(0, dk, s)
-    queries.q_slots.release(t)
+    mbarrier.arrive(queries.q_empty.index(slot), count=1)
     return s, dk, dv
 
 
@@ -159,6 +166,7 @@ def no_key_seen(program, t, keys_t, G: gl.constexpr):
     """Passes over the last tile of queries, the program's t-th, of which none sees this group's keys: its dSᵀ is
     zero. What is left is dQ of the tile before, if that was for the same keys."""
     queries, gradients = program.queries, program.gradients
+    STAGES: gl.constexpr = queries.STAGES
     if t > keys_t:
         dq = warpgroup_mma_wait(0, deps=(late_dq(program, t - 1, G),))
         put_dq(dq, gradients, G, t - 1)
@@ -168,7 +176,9 @@ def no_key_seen(program, t, keys_t, G: gl.constexpr):
     fence_async_shared()
     mbarrier.arrive(gradients.ds_full.index(t % 3), count=1)
     # the next waits at these barriers are for their next phases
-    queries.q_slots.wait(t)
-    queries.do_slots.wait(t)
-    queries.q_slots.release(t)
-    queries.do_slots.release(t)
+    slot = t % STAGES
+    parity = (t // STAGES) & 1
+    mbarrier.wait(queries.q_full.index(slot), parity)
+    mbarrier.wait(queries.do_full.index(slot), parity)
+    mbarrier.arrive(queries.q_empty.index(slot), count=1)
+    mbarrier.arrive(queries.do_empty.index(slot), count=1)

@@ -79,7 +79,7 @@ class Exchange:
         self.slot.acquire(t)
         self.tile.store(x)
         fence_async_shared()
-        self.slot.commit(t)
+        mbarrier.arrive(self.slot.full.index(0), count=1)
 
 
 @aggregate
@@ -159,12 +159,6 @@ class Program:
         queries.do.load(self.do_desc, b, h, i * WG * self.DO_STEP, queries.do_slots.full.index(slot), slot)
 
     @gluon.jit
-    def probabilities(self, s, minus_l, i, MASKED: gl.constexpr):
-        """Pᵀ of tile i of the queries."""
-        return probabilities(s, minus_l, self.tile * WG, i, self.num_keys, self.scale_log2, MASKED, self.IS_CAUSAL, 0,
-                             WG)  # fmt: skip
-
-    @gluon.jit
     def store(self, desc, parts, pieces, slot):
         """Results of 64 keys by way of a place in shared memory."""
         pieces.store(desc, self.head, self.heads, self.tile * WG, parts, slot)
@@ -177,6 +171,7 @@ def _values_group(program):
     DTYPE: gl.constexpr = queries.q.smem.dtype
     empty = accumulator(WG)
     layout: gl.constexpr = empty.type.layout
+    first_key = program.tile * WG
     steps = program.steps()
     k = program.kv.tile(0)
     dv = piece_accumulators(k)
@@ -189,13 +184,15 @@ def _values_group(program):
             minus_l = queries.statistic(0, t, layout)
             queries.q_slots.release(t)
             # of a key that is not there P, exp(−L), may be infinite
-            masked = program.tile * WG + WG > program.num_keys
+            masked = first_key + WG > program.num_keys
             if program.IS_CAUSAL:
                 masked = masked | (i == program.tile)
-            if masked:  # noqa: SIM108 (Gluon has no such expression of tensors)
-                p = program.probabilities(s, minus_l, i, True)
+            if masked:
+                p = probabilities(s, minus_l, first_key, i, program.num_keys, program.scale_log2, True,
+                                  program.IS_CAUSAL, 0, WG)  # fmt: skip
             else:
-                p = program.probabilities(s, minus_l, i, False)
+                p = probabilities(s, minus_l, first_key, i, program.num_keys, program.scale_log2, False,
+                                  program.IS_CAUSAL, 0, WG)  # fmt: skip
             p16 = rounded(p, DTYPE)
             program.p.put(p16, t)
             # after the last tile it is computed again, and unused

@@ -64,31 +64,24 @@ def barriers(n: gl.constexpr, arrivals: gl.constexpr):
 
 @aggregate
 class Ring:
-    """The barriers of a ring of STAGES slots. Who fills a slot acquires it, for its t-th use, and says how many bytes
-    TMA is to bring, or commits what threads have written; who reads it waits for the t-th, and releases it."""
+    """The barriers of a ring of STAGES slots. Who fills a slot acquires it, for its t-th use; who reads it waits for
+    the t-th, and releases it."""
 
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     STAGES: gl.constexpr
 
     @gluon.jit
+    def slot_and_parity(self, t):
+        return t % self.STAGES, (t // self.STAGES) & 1
+
+    @gluon.jit
     def acquire(self, t):
         mbarrier.wait(self.empty.index(t % self.STAGES), ((t // self.STAGES) & 1) ^ 1)
 
     @gluon.jit
-    def expect(self, t, BYTES: gl.constexpr):
-        """The barrier at which so many bytes are to arrive."""
-        full = self.full.index(t % self.STAGES)
-        mbarrier.expect(full, BYTES)
-        return full
-
-    @gluon.jit
-    def commit(self, t):
-        mbarrier.arrive(self.full.index(t % self.STAGES), count=1)
-
-    @gluon.jit
-    def wait(self, t, pred=True):
-        mbarrier.wait(self.full.index(t % self.STAGES), (t // self.STAGES) & 1, pred=pred)
+    def wait(self, t):
+        mbarrier.wait(self.full.index(t % self.STAGES), (t // self.STAGES) & 1)
 
     @gluon.jit
     def release(self, t):

@@ -31,6 +31,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    mbarrier,
     tma,
     warpgroup_mma_wait,
 )
@@ -124,8 +125,7 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
     BLOCK_N: gl.constexpr = kv.BLOCK_N
     D: gl.constexpr = kv.D
     REST: gl.constexpr = program.REST
-    s_layout: gl.constexpr = mma_layout(BLOCK_N)
-    s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    s_rows: gl.constexpr = gl.SliceLayout(1, mma_layout(BLOCK_N))
     MMAS: gl.constexpr = 2 if REST else 1  # that P V takes
     LAZY: gl.constexpr = D == 128 and not REST  # with fewer columns there is less to rescale than to decide
     DTYPE: gl.constexpr = queries.q.dtype
@@ -151,9 +151,10 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
     MET: gl.constexpr = WG if program.HALVE and G == 0 else BLOCK_N
     acc = accumulators(D, REST)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
+    slot = t % kv.slots.STAGES
     queries.wait(q_slot, q_parity)
     kv.slots.wait(t)
-    met = mma_over_columns(q, kv.k_tile(t).slice(0, MET, 0), accumulator(MET), REST)
+    met = mma_over_columns(q, kv.k_tile(slot).slice(0, MET, 0), accumulator(MET), REST)
     if queries.IN_PLACE:
         queries.release_previous(done, G)
     met = warpgroup_mma_wait(0, deps=(met,))
@@ -171,9 +172,10 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
         t += 1
         if keys.LIMITED:
             first_key -= BLOCK_N
-        k = kv.k_tile(t)
-        v = kv.v_tile(t)
-        kv.slots.wait(t)
+        slot, parity = kv.slots.slot_and_parity(t)
+        k = kv.k_tile(slot)
+        v = kv.v_tile(slot)
+        mbarrier.wait(kv.slots.full.index(slot), parity)
         if program.OVERLAP:  # the softmax of this tile overlaps the matmul of the last one
             s = mma_over_columns(q, k, zeros, REST)
             acc = [mma_of_part(p, v, x) for x in acc]
@@ -181,7 +183,7 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
             s = keys.limited(s, first_query, first_key, unlimited)
             softmax, alpha, new_p = softmax.step(s, scale_log2, p_layout, DTYPE, LAZY)
             # complete long ago; a wait ends the basic block, without which ptxas would move the next line up
-            kv.slots.wait(t)
+            mbarrier.wait(kv.slots.full.index(slot), parity)
             acc = [warpgroup_mma_wait(0, deps=(x,)) for x in acc]
             kv.slots.release(t)
             p = new_p
@@ -199,8 +201,9 @@ def _attend(program, first_of_tile, head, done, uses, G: gl.constexpr):
     if done is not None and not queries.IN_PLACE:
         queries.release(q_slot)
     t += 1
+    slot = t % kv.slots.STAGES
     kv.slots.wait(t)
-    v = kv.v_tile(t)
+    v = kv.v_tile(slot)
     acc = [mma_of_part(p, v, x) for x in acc]
     num_queries = scheduler.num_queries
     logsumexp = softmax.logsumexp(scale_log2)

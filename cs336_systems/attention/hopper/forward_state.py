@@ -141,12 +141,12 @@ class KVRing:
         async_load(v_desc, [b, h, first_key + self.BLOCK_N, 0], full, self.v.index(slot), pred=t > 0)
 
     @gluon.jit
-    def k_tile(self, t):
-        return self.k.index(t % self.slots.STAGES).reshape([self.BLOCK_N, self.D])
+    def k_tile(self, slot):
+        return self.k.index(slot).reshape([self.BLOCK_N, self.D])
 
     @gluon.jit
-    def v_tile(self, t):
-        return self.v.index(t % self.slots.STAGES).reshape([self.BLOCK_N, self.D])
+    def v_tile(self, slot):
+        return self.v.index(slot).reshape([self.BLOCK_N, self.D])
 
 
 @aggregate

@@ -302,19 +302,19 @@ def _key_program(program, q_desc, k_desc, v_desc, do_desc, l_ptr, delta_ptr, dk_
         l_base = l_ptr + tl.cast(q_head, tl.int64) * num_queries
         delta_base = delta_ptr + tl.cast(q_head, tl.int64) * padded_queries
         query_row, query_piece = q_head * padded_queries, batch_heads * padded_queries
-        masked_end = 0
+        start, masked_end = 0, 0
+        # at 128 columns a loop of its own for the diagonal would need more registers than there are
+        OWN_LOOP: tl.constexpr = IS_CAUSAL and D < 128
         if IS_CAUSAL:
             start = (first_key // BLOCK_M) * BLOCK_M
             masked_end = start
-            # at 128 columns a loop of its own for the diagonal would need more registers than there are
-            if D < 128:
+            if OWN_LOOP:
                 masked_end = tl.minimum(tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M, num_queries)
-                dk, dv = _key_steps(k, v, dk, dv, q_desc, do_desc, l_base, delta_base, query_row, query_piece,
-                                    first_key, start, masked_end, num_queries, scale_log2, BLOCK_M, BLOCK_N, True,
-                                    EVEN_M)  # fmt: skip
-        dk, dv = _key_steps(k, v, dk, dv, q_desc, do_desc, l_base, delta_base, query_row, query_piece, first_key,
-                            masked_end, num_queries, num_queries, scale_log2, BLOCK_M, BLOCK_N, IS_CAUSAL and D >= 64,
-                            EVEN_M)  # fmt: skip
+        ends = start, masked_end, num_queries
+        for part in tl.static_range(0 if OWN_LOOP else 1, 2):
+            dk, dv = _key_steps(k, v, dk, dv, q_desc, do_desc, l_base, delta_base, query_row, query_piece, first_key,
+                                ends[part], ends[part + 1], num_queries, scale_log2, BLOCK_M, BLOCK_N,
+                                part == 0 or (IS_CAUSAL and D >= 64), EVEN_M)  # fmt: skip
     dk_rows = _rows(dk_ptr, place, num_keys, stride_dk_batch, stride_dk_head, stride_dk_row, stride_dk_col)
     _store_tile(dk_rows, first_key, dk * scale, HEAD_DIM)
     dv_rows = _rows(dv_ptr, place, num_keys, stride_dv_batch, stride_dv_head, stride_dv_row, stride_dv_col)
