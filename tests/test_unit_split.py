@@ -21,15 +21,15 @@ SMALL = (
     Tiles(32, 32, 4, 1),
     (Tiles(32, 16, 4, 1), Tiles(16, 64, 4, 1)),
 )  # forward; queries and keys of backward
-FORWARD = [(d, tiles, False) for table in (launch.FORWARD, launch.FEW_FORWARD) for d, tiles in table.items()]
-BACKWARD = [(d, launch.backward_tiles(d, few), few) for few in (False, True) for d in launch.QUERIES]
+FORWARD = [(d, tiles[0], False) for table in (launch.MANY, launch.FEW) for d, tiles in table.items()]
+BACKWARD = [(d, launch.backward_tiles(d, few), few) for few in (False, True) for d in launch.MANY]
 SHIPPED = list(dict.fromkeys(FORWARD + BACKWARD))  # padded head dimension, tiles, whether passes take turns
 SPILLS = {  # bytes, at most
-    (16, (launch.QUERIES[16], launch.KEYS[16])): 512,
-    (32, (launch.FEW_QUERIES[32], launch.FEW_KEYS[32])): 128,
-    (64, (launch.FEW_QUERIES[64], launch.FEW_KEYS[64])): 512,
-    (128, (launch.QUERIES[128], launch.KEYS[128])): 1536,
-    (128, (launch.FEW_QUERIES[128], launch.FEW_KEYS[128])): 6144,
+    (16, launch.MANY[16][1:]): 512,
+    (32, launch.FEW[32][1:]): 128,
+    (64, launch.FEW[64][1:]): 512,
+    (128, launch.MANY[128][1:]): 1536,
+    (128, launch.FEW[128][1:]): 6144,
 }
 
 
@@ -66,25 +66,24 @@ def test_rows_are_padded_to_whole_tiles_of_every_kernel():
             assert launch.PADDING % tiles.block_m == 0 and launch.PADDING % tiles.block_n == 0
 
 
-@pytest.mark.parametrize("d", launch.FORWARD)
+@pytest.mark.parametrize("d", launch.MANY)
 def test_few_programs_get_tiles_of_their_own(d):
-    many, few, side = launch.FORWARD[d], launch.FEW_FORWARD[d], launch.FORWARD[d].block_m
+    (many, of_queries, of_keys), (few, *_) = launch.MANY[d], launch.FEW[d]
     programs = 66 * launch.MANY_FORWARD[d]
-    assert launch.forward_tiles(d, 2, programs * side, 132) == many
-    assert launch.forward_tiles(d, 2, (programs - 1) * side, 132) == few
-    assert launch.forward_tiles(d - 1, 2, (programs - 1) * side + 1, 132) == many
-    queries, keys = 65 * launch.QUERIES[d].block_m, 65 * launch.KEYS[d].block_n
+    assert launch.forward_tiles(d, 2, programs * many.block_m, 132) == many
+    assert launch.forward_tiles(d, 2, (programs - 1) * many.block_m, 132) == few
+    assert launch.forward_tiles(d - 1, 2, (programs - 1) * many.block_m + 1, 132) == many
+    queries, keys = 65 * of_queries.block_m, 65 * of_keys.block_n
     assert launch.few_backward(d, 2, queries, keys, 132)
     assert not launch.few_backward(d - 1, 2, queries + 1, keys, 132)
     assert not launch.few_backward(d, 2, queries, keys + 1, 132)
-    assert launch.backward_tiles(d - 1, True) == (launch.FEW_QUERIES[d], launch.FEW_KEYS[d])
-    assert launch.backward_tiles(d - 1, False) == (launch.QUERIES[d], launch.KEYS[d])
+    for few, table in ((True, launch.FEW), (False, launch.MANY)):
+        assert launch.backward_tiles(d - 1, few) == table[d][1:]
 
 
-@pytest.mark.parametrize("both", [(launch.QUERIES, launch.KEYS), (launch.FEW_QUERIES, launch.FEW_KEYS)])
-def test_programs_of_one_launch_have_the_same_options(both):
-    for d in launch.FORWARD:
-        queries, keys = both[0][d], both[1][d]
+@pytest.mark.parametrize("table", [launch.MANY, launch.FEW])
+def test_programs_of_one_launch_have_the_same_options(table):
+    for _, queries, keys in table.values():
         assert (queries.num_warps, queries.num_stages) == (keys.num_warps, keys.num_stages)
 
 
@@ -171,7 +170,7 @@ def test_every_configuration_compiles(d, tiles, in_turns, options):
 
 @pytest.mark.versions
 def test_one_configuration_compiles():
-    check_compiled(64, launch.FORWARD[64], 0)
+    check_compiled(64, launch.MANY[64][0], 0)
 
 
 def check_compiled(d, tiles, spills, **options):

@@ -224,21 +224,19 @@ def compile_split_kernel(
     """
     from cs336_systems.attention.hopper import split
 
-    constants = dict(D=head_dim, HEAD_DIM=head_dim, IS_CAUSAL=is_causal, EVEN_N=even, HEADS_PER_KV=1)
+    constants = dict(
+        D=head_dim, HEAD_DIM=head_dim, IS_CAUSAL=is_causal, EVEN_M=even, EVEN_N=even, HEADS_PER_KV=1, IN_TURNS=in_turns,
+    )  # fmt: skip
     if isinstance(tiles, Tiles):
-        function, options = split.forward_kernel, tiles
-        constants |= dict(BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n)
-        rows = dict(q_desc=tiles.block_m, k_desc=tiles.block_n, v_desc=tiles.block_n)
+        function, options, m, n = split.forward_kernel, tiles, tiles.block_m, tiles.block_n
+        constants |= dict(BLOCK_M=m, BLOCK_N=n)
+        rows = dict(q_desc=m, k_desc=n, v_desc=n)
     else:
-        function, (by_query, by_key) = split.backward_kernel, tiles
-        options = by_key
-        constants |= dict(QUERY_M=by_query.block_m, QUERY_N=by_query.block_n, EVEN_M=even)
-        constants |= dict(IN_TURNS=in_turns)
-        constants |= dict(KEY_M=by_key.block_m, KEY_N=by_key.block_n)
-        rows = dict(q_desc=by_query.block_m, do_desc=by_query.block_m)
-        rows |= dict(k_step_desc=by_query.block_n, v_step_desc=by_query.block_n)
-        rows |= dict(k_desc=by_key.block_n, v_desc=by_key.block_n)
-        rows |= dict(q_step_desc=by_key.block_m, do_step_desc=by_key.block_m)
+        function, (by_query, options) = split.backward_kernel, tiles
+        m, n, key_m, key_n = by_query.block_m, by_query.block_n, options.block_m, options.block_n
+        constants |= dict(QUERY_M=m, QUERY_N=n, KEY_M=key_m, KEY_N=key_n)
+        rows = dict(q_desc=m, do_desc=m, k_step_desc=n, v_step_desc=n)
+        rows |= dict(k_desc=key_n, v_desc=key_n, q_step_desc=key_m, do_step_desc=key_m)
     names = function.arg_names
     constants |= {name: 1 for name in names if name.endswith("_col")}
     types = {name: "*fp32" for name in names if name.endswith("_ptr")}

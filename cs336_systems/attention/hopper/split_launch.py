@@ -22,50 +22,26 @@ PADDING = 128  # lengths are padded to whole tiles of any of the kernels
 _ROWS = 64  # of a program that splits
 _MAX_ROWS = 2**31 - 1  # a descriptor's coordinates are 32-bit integers
 
-# by padded head dimension: the fastest of four to seven each, measured on an H200 (4 heads of 16,384, causal; queries
-# and keys apart). The backward kernels at 16 and 128 spill registers and are still faster than smaller tiles that
-# do not.
-FORWARD = {
-    16: Tiles(64, 64, 4, 3),
-    32: Tiles(128, 64, 8, 2),
-    64: Tiles(128, 64, 8, 2),
-    128: Tiles(128, 32, 8, 2),
+# By padded head dimension: tiles of forward, of the queries' programs and of the keys' in backward. The fastest of four
+# to seven each, measured on an H200 (4 heads of 16,384, causal; queries and keys apart). The backward kernels at 16 and
+# 128 spill registers and are still faster than smaller tiles that do not.
+_T = Tiles
+MANY = {
+    16: (_T(64, 64, 4, 3), _T(64, 64, 4, 2), _T(128, 64, 4, 2)),
+    32: (_T(128, 64, 8, 2), _T(64, 64, 4, 2), _T(64, 64, 4, 2)),
+    64: (_T(128, 64, 8, 2), _T(128, 64, 8, 2), _T(64, 128, 8, 2)),
+    128: (_T(128, 32, 8, 2), _T(64, 32, 4, 2), _T(32, 64, 4, 2)),
 }
-QUERIES = {
-    16: Tiles(64, 64, 4, 2),
-    32: Tiles(64, 64, 4, 2),
-    64: Tiles(128, 64, 8, 2),
-    128: Tiles(64, 32, 4, 2),
+# Where programs are few: the time is that of the longest one then. The fastest of two to five each (one head of 256 to
+# 8,192), though the backward kernels spill here, too.
+FEW = {
+    16: MANY[16],
+    32: (_T(64, 128, 4, 2), _T(64, 128, 4, 2), _T(64, 64, 4, 2)),
+    64: (_T(64, 64, 4, 2), _T(64, 64, 4, 2), _T(64, 64, 4, 2)),
+    128: (_T(64, 32, 4, 2), _T(64, 64, 4, 1), _T(64, 64, 4, 1)),
 }
-KEYS = {
-    16: Tiles(128, 64, 4, 2),
-    32: Tiles(64, 64, 4, 2),
-    64: Tiles(64, 128, 8, 2),
-    128: Tiles(32, 64, 4, 2),
-}
-
-# from so many programs of FORWARD per multiprocessor on they are many (at 32, one head of 32,768 makes two)
+# from so many forward programs per multiprocessor on they are many (at 32, one head of 32,768 makes two)
 MANY_FORWARD = {16: 1, 32: 3, 64: 1, 128: 1}
-# where they are few: the time is that of the longest program then.
-# The fastest of two to five each (one head of 256 to 8,192), though the backward kernels spill here, too.
-FEW_FORWARD = {
-    16: FORWARD[16],
-    32: Tiles(64, 128, 4, 2),
-    64: Tiles(64, 64, 4, 2),
-    128: Tiles(64, 32, 4, 2),
-}
-FEW_QUERIES = {
-    16: QUERIES[16],
-    32: Tiles(64, 128, 4, 2),
-    64: Tiles(64, 64, 4, 2),
-    128: Tiles(64, 64, 4, 1),
-}
-FEW_KEYS = {
-    16: KEYS[16],
-    32: KEYS[32],
-    64: Tiles(64, 64, 4, 2),
-    128: Tiles(64, 64, 4, 1),
-}
 
 
 def padded(head_dim: int) -> int:
@@ -81,23 +57,22 @@ def padded_rows(length: int) -> int:
 def forward_tiles(head_dim: int, batch_heads: int, num_queries: int, multiprocessors: int) -> Tiles:
     """The frozen configuration of the forward kernel."""
     d = padded(head_dim)
-    programs = batch_heads * triton.cdiv(num_queries, FORWARD[d].block_m)
-    return FORWARD[d] if programs >= MANY_FORWARD[d] * multiprocessors else FEW_FORWARD[d]
+    programs = batch_heads * triton.cdiv(num_queries, MANY[d][0].block_m)
+    return (MANY if programs >= MANY_FORWARD[d] * multiprocessors else FEW)[d][0]
 
 
 def few_backward(
     head_dim: int, batch_heads: int, num_queries: int, num_keys: int, multiprocessors: int
 ) -> bool:
     """Whether the backward pass has fewer programs, of queries and of keys, than the GPU has multiprocessors."""
-    d = padded(head_dim)
-    programs = max(triton.cdiv(num_queries, QUERIES[d].block_m), triton.cdiv(num_keys, KEYS[d].block_n))
+    by_query, by_key = backward_tiles(head_dim, False)
+    programs = max(triton.cdiv(num_queries, by_query.block_m), triton.cdiv(num_keys, by_key.block_n))
     return batch_heads * programs < multiprocessors
 
 
 def backward_tiles(head_dim: int, few: bool) -> tuple[Tiles, Tiles]:
     """Those of the queries' and of the keys' programs, which one launch runs with the same number of warps."""
-    d = padded(head_dim)
-    return (FEW_QUERIES[d], FEW_KEYS[d]) if few else (QUERIES[d], KEYS[d])
+    return (FEW if few else MANY)[padded(head_dim)][1:]
 
 
 def _multiprocessors(device: torch.device) -> int:
