@@ -286,7 +286,8 @@ class Firsts:
 
     def __call__(self, *tensors):
         self.first += 1
-        return again.Pass([types.SimpleNamespace(call=lambda stream, at: (self.once_more, ()))], ())
+        launch = types.SimpleNamespace(call=lambda stream, at: (self.once_more, ()), names=())
+        return again.Pass([launch], ())
 
     def once_more(self):
         self.again += 1
@@ -348,7 +349,8 @@ def test_calls_are_kept_by_stream_and_addresses(monkeypatch):
         made.append((stream, at))
         return launched.append, ((stream, at),)
 
-    known, other = (again.Pass([types.SimpleNamespace(call=call)], ("q",)) for _ in range(2))
+    launch = types.SimpleNamespace(call=call, names=("q",))
+    known, other = (again.Pass([launch], ("q",)) for _ in range(2))
     cpu = torch.device("cpu")
     for stream, of, address in ((1, known, 5), (1, known, 6), (2, known, 5), (1, other, 5)) * 2:
         current[0] = stream
@@ -460,8 +462,8 @@ def test_what_is_launched_again_gets_the_same_tensors(heads, d, packed, monkeypa
             assert len(addresses) == len(tensors)
             calls.append((kernel.__name__, [tuple(x.shape) for x in tensors], [*addresses]))
 
-        call = lambda stream, at: (once_more, ([at[name] for name in names],))
-        first.done.launches.append(types.SimpleNamespace(call=call))
+        call = lambda stream, at: (once_more, (at,))
+        first.done.launches.append(types.SimpleNamespace(call=call, names=names))
 
     monkeypatch.setattr(hopper, "multiprocessors_of", lambda device_index: 132)
     monkeypatch.setattr(portable.First, "launch", launch)
@@ -528,12 +530,12 @@ def test_what_launches_share_lies_where_launches_look_for_it(monkeypatch):
     monkeypatch.setattr(again, "_calls", {})
     monkeypatch.setattr(again, "driver", of_one_stream())
     monkeypatch.setattr(torch, "empty", lambda size, **_: seen.append(size) or views[0])
-    launch = types.SimpleNamespace(call=lambda stream, at: (seen.append, (at,)))
+    names = "tile", None, "v", "stats", "counters"
+    launch = types.SimpleNamespace(call=lambda stream, at: (seen.append, (at,)), names=names)
     first.done.launches.append(launch)
     first.done.again(x.device, 1, 2, 3, 4, 5)
-    at = {"q": 1, "k": 2, "v": 3, "o": 4, "l": 5, None: None}
-    at |= {name: x.data_ptr() for name, x in zip(shapes, views, strict=True)}
-    assert seen == [first.done.size, at]
+    stats, counters, tile = (x.data_ptr() for x in views)
+    assert seen == [first.done.size, [tile, None, 3, stats, counters]]
 
 
 def test_larger_programs_for_many_queries_that_see_many_keys():
@@ -648,7 +650,7 @@ def calls_by_both_ways(launch, addresses, monkeypatch):
 @pytest.mark.versions
 def test_a_launch_made_again_is_triton_s_own(recorded, monkeypatch):
     launch, calls = recorded
-    for launcher, arguments in calls_by_both_ways(launch, dict(q=0x100, k=0x200, l=0x300), monkeypatch):
+    for launcher, arguments in calls_by_both_ways(launch, [0x100, 0x200, 0x300], monkeypatch):
         launcher(*arguments)
     short, long = map(flat, calls)
     assert short == long and 0x300 in short
@@ -663,7 +665,7 @@ def test_so_is_one_without_descriptors(recorded, monkeypatch):
     described, calls = recorded
     launch = again.Launch(described.compiled, described.grid, ("l",), described.rest)
     launch.compiled.run.launch = lambda *args: calls.append(args)  # which nothing wraps
-    for launcher, arguments in calls_by_both_ways(launch, {"l": 0x300}, monkeypatch):
+    for launcher, arguments in calls_by_both_ways(launch, [0x300], monkeypatch):
         launcher(*arguments)
     assert flat(calls[0]) == flat(calls[1])
 
@@ -691,7 +693,7 @@ def test_few_calls_and_passes_are_kept(monkeypatch):
     for name, most in (("_calls", "_MAX_CALLS"), ("_passes", "_MAX_PASSES")):
         monkeypatch.setattr(again, name, {})
         monkeypatch.setattr(again, most, 10)
-    launch = types.SimpleNamespace(call=lambda stream, at: (len, (at,)))
+    launch = types.SimpleNamespace(call=lambda stream, at: (len, (at,)), names=("q",))
     found = again.Pass([launch], ("q",))
     for n in range(1, 100):
         x = zeros(1, 1, n, 8)

@@ -98,19 +98,21 @@ class Launch:
             return None
         return dict(zip(code.co_freevars, (x.cell_contents for x in cells), strict=True)).get("launcher")
 
-    def call(self, stream: int, at: dict[str | None, int | None]) -> Call:
+    def call(self, stream: int, addresses: list[int | None]) -> Call:
         """How to launch the kernel on a stream, on tensors at these addresses."""
-        addresses = tuple([at[name] for name in self.names])
         compiled, run, launcher = self.compiled, self.compiled.run, self.launcher
         metadata = (compiled.packed_metadata, None, None, None)  # none of this launch, no hooks
-        of_descriptors = [*zip(self.described, addresses, strict=False)]
-        others = *addresses[len(of_descriptors) :], *self.rest
+        of_descriptors = []
+        for x, address in zip(self.described, addresses, strict=False):
+            if launcher is None:
+                of_descriptors.append(_Again(address, x.shape, x.strides))
+            else:
+                of_descriptors += _arguments(x, address)
+        arguments = (*of_descriptors, *addresses[len(self.described) :], *self.rest)
         if launcher is None:
             # addresses instead of tensors save triton's layers from asking the driver about each
-            described = [_Again(address, x.shape, x.strides) for x, address in of_descriptors]
-            return run, (*self.grid, stream, compiled.function, *metadata, *described, *others)
+            return run, (*self.grid, stream, compiled.function, *metadata, *arguments)
         how = (*self.grid, stream, compiled.function, run.launch_cooperative_grid, run.launch_pdl)
-        arguments = (*itertools.chain(*[_arguments(*x) for x in of_descriptors]), *others)
         if hasattr(run, "kernel_signature"):  # triton 3.7 and later
             of_kernel = run.arg_annotations, run.kernel_signature, arguments
             return launcher, (*how, *metadata, None, None, *of_kernel)
@@ -150,10 +152,17 @@ class Pass:
         if len(_calls) >= _MAX_CALLS:
             _calls.clear()
         _, stream, addresses = key
-        at = dict(zip(self.names, addresses, strict=False)) | {None: None}
-        at |= {name: addresses[-1] + offset for name, offset in self.offsets.items()}
-        found = _calls[key] = [x.call(stream, at) for x in self.launches]
+        given, buffer = addresses[: len(self.names)], addresses[-1]
+        at = *given, *[buffer + offset for offset in self.offsets.values()], None
+        calls = zip(self.launches, self._places, strict=True)
+        found = _calls[key] = [x.call(stream, [at[i] for i in places]) for x, places in calls]
         return found
+
+    @functools.cached_property
+    def _places(self) -> list[list[int]]:
+        """Where each launch's tensors stand among all of the pass."""
+        order = {name: i for i, name in enumerate((*self.names, *self.offsets, None))}
+        return [[order[name] for name in x.names] for x in self.launches]
 
 
 _passes: dict[tuple[Any, ...], Pass] = {}
