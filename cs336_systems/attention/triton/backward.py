@@ -86,6 +86,8 @@ def backward_queries_kernel(q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, l_ptr, delta_ptr
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     first_keys, ends = _ends_of_keys(first_query, num_queries, num_keys, window, bounds_ptr, BLOCK_M, BLOCK_N,
                                      IS_CAUSAL)  # fmt: skip
+    if window is None and bounds_ptr is None:
+        first_keys = None
     for part in tl.static_range(1 if first_keys is None else 0, 3 if IS_CAUSAL or not EVEN_N else 2):
         dq = _query_steps(q, do, l_log2, delta, dq, k_rows, v_rows, first_query, first_keys, ends[part], ends[part + 1],
                           num_keys, scale * LOG2_E, BLOCK_M, BLOCK_N, BLOCK_D, HEAD_DIM, part != 1, IS_CAUSAL, EVEN_N,

@@ -148,16 +148,15 @@ def _query_ends(keys, num_queries, window, bounds_ptr):
 @triton.jit
 def _ends_of_keys(first_query, num_queries, num_keys, window, bounds_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                   IS_CAUSAL: tl.constexpr):  # fmt: skip
-    """For a tile of queries: the first key that each sees, None without a limit; and where keys begin, and end that
-    need a mask (there windows or documents begin), none, or one again (the diagonal, the ragged end). No more are
-    seen."""
+    """For a tile of queries: the first key that each sees, by a limit, else 0; and where keys begin, and end that need
+    a mask (there windows or documents begin), none, or one again (the diagonal, the ragged end). No more are seen."""
     if IS_CAUSAL:
         unmasked_end = tl.minimum((first_query + 1) // BLOCK_N, num_keys // BLOCK_N) * BLOCK_N
         end = tl.minimum(first_query + BLOCK_M, num_keys)
     else:
         unmasked_end = (num_keys // BLOCK_N) * BLOCK_N
         end = num_keys
-    start, masked_end, first_keys = 0, 0, None
+    start, masked_end, first_keys = 0, 0, 0
     if window is not None or bounds_ptr is not None:
         first_keys = _first_keys(first_query + tl.arange(0, BLOCK_M), num_queries, window, bounds_ptr)
         last_query = first_query + BLOCK_M - 1
@@ -231,7 +230,9 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, l_ptr, bounds_ptr,
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     first_keys, ends = _ends_of_keys(first_query, num_queries, num_keys, window, bounds_ptr, BLOCK_M, BLOCK_N,
                                      IS_CAUSAL)  # fmt: skip
-    if first_keys is not None:  # −inf − −inf is no number, where the first tile is masked in a row
+    if window is None and bounds_ptr is None:
+        first_keys = None
+    else:  # −inf − −inf is no number, where the first tile is masked in a row
         max_log2 = tl.full((BLOCK_M,), LOWEST, tl.float32)
     if SPLITS > 1:
         split = tl.program_id(1)
