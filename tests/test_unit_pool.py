@@ -38,10 +38,6 @@ def large(item):
     return bytes(10**6 + item)  # more than a pipe takes without a reader
 
 
-def begin(text):
-    raise ValueError(f"no {text}")
-
-
 def gone(pids):
     for pid in pids:
         with pytest.raises(ProcessLookupError):
@@ -68,8 +64,6 @@ def test_what_goes_wrong_in_a_process_is_said():
         list(pool.map(odd_fails, range(4)))
     with Pool(2) as pool, pytest.raises(PoolError, match=r"exit code 3 and no result$"):
         list(pool.map(end, range(4)))
-    with Pool(2, begin, ("file",)) as pool, pytest.raises(ValueError, match=r"^no file\n"):
-        list(pool.map(double, range(4)))
 
 
 @pytest.mark.parametrize("how", [KeyboardInterrupt, SystemExit, GeneratorExit, ValueError, None])

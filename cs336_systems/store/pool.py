@@ -20,7 +20,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from cs336_systems.store.lifeline import ending, hold_to_lifeline
 
@@ -38,12 +38,10 @@ class PoolError(RuntimeError):
 
 
 class Pool:
-    """So many processes, each begun by begin(*how). OSError where they cannot be started."""
+    """So many processes. OSError where they cannot be started."""
 
-    def __init__(
-        self, workers: int, begin: Callable[..., None] | None = None, how: tuple[Any, ...] = ()
-    ) -> None:
-        self._workers, self._first = workers, (begin, how)
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
         self._processes: dict[Connection, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Pool:
@@ -72,7 +70,6 @@ class Pool:
                 pass_fds=(theirs.fileno(), lifeline),
                 start_new_session=True,
             )
-        ours.send(self._first)
 
     def __exit__(self, *raised: object) -> None:
         with undisturbed():
@@ -124,20 +121,14 @@ def serve(connection: int, lifeline: int) -> None:
     """What a process of a pool does, until nobody asks it any more."""
     hold_to_lifeline(f"/dev/fd/{lifeline}")
     with contextlib.suppress(EOFError, ConnectionError), Connection(connection) as caller:
-        begin, how = caller.recv()
-        failed = _called(begin, *how)[1] if begin else None
         while True:
             work, item = caller.recv()
-            caller.send((None, failed) if failed else _called(work, item))
-
-
-def _called(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Exception | None]:
-    """What it returns, and what it raises, with where as a note."""
-    try:
-        return function(*arguments), None
-    except Exception as error:
-        error.add_note("".join(traceback.format_tb(error.__traceback__)))
-        return None, error
+            try:
+                said = work(item), None
+            except Exception as error:
+                error.add_note("".join(traceback.format_tb(error.__traceback__)))  # where
+                said = None, error
+            caller.send(said)
 
 
 @contextlib.contextmanager
