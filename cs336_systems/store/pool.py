@@ -16,20 +16,22 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
 from typing import TypeVar
 
-from cs336_systems.store.lifeline import ending, hold_to_lifeline
+from cs336_systems.store.lifeline import Held, ending, hold_to_lifeline
 
 _Item, _Result = TypeVar("_Item"), TypeVar("_Result")
 _AHEAD = 4  # results for each process that may wait for an earlier one
 # It finds the modules that the caller finds.
 _WORKER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from cs336_systems.store.pool import serve; serve(*map(int, sys.argv[2:]))"
+    "from cs336_systems.store.pool import serve; serve(int(sys.argv[2]), sys.argv[3])"
 )
 
 
@@ -41,46 +43,32 @@ class Pool:
     """So many processes. OSError where they cannot be started."""
 
     def __init__(self, workers: int) -> None:
-        self._workers = workers
+        self._workers, self._all = workers, contextlib.ExitStack()
         self._processes: dict[Connection, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Pool:
         try:
             with undisturbed():
-                # all hold one end; when the other is let go of, as this process ends, they end
-                reader, lifeline = os.pipe()
-                self._lifeline = open(lifeline, "wb", buffering=0)
-                with open(reader, "rb", buffering=0):
-                    for _ in range(self._workers):
-                        self._start(reader)
+                folder = Path(self._all.enter_context(tempfile.TemporaryDirectory(prefix="cs336-")))
+                for number in range(self._workers):
+                    self._start(folder / str(number))
         except BaseException:
             self.__exit__()
             raise
         return self
 
-    def _start(self, lifeline: int) -> None:
+    def _start(self, lifeline: Path) -> None:
         ours, theirs = Pipe()
+        self._all.callback(ours.close)
         with theirs:
             path = json.dumps([entry or os.getcwd() for entry in sys.path])
             command = [sys.executable, "-c", _WORKER, path, str(theirs.fileno()), str(lifeline)]
-            # a session of its own: a terminal's Ctrl-C is for this process to hear
-            self._processes[ours] = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), lifeline),
-                start_new_session=True,
-            )
+            held = self._all.enter_context(Held(command, lifeline, pass_fds=[theirs.fileno()]))
+        self._processes[ours] = held.process
 
     def __exit__(self, *raised: object) -> None:
         with undisturbed():
-            for process in self._processes.values():
-                process.kill()
-            for connection, process in self._processes.items():
-                process.wait()
-                connection.close()
-            self._processes.clear()
-            if hasattr(self, "_lifeline"):
-                self._lifeline.close()
+            self._all.close()
 
     def map(self, work: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
         """work(item) of each item, in their order; `work` is a module's function, and items are small (a pipe takes
@@ -117,9 +105,9 @@ class Pool:
             ) from None
 
 
-def serve(connection: int, lifeline: int) -> None:
+def serve(connection: int, lifeline: str) -> None:
     """What a process of a pool does, until nobody asks it any more."""
-    hold_to_lifeline(f"/dev/fd/{lifeline}")
+    hold_to_lifeline(lifeline)
     with contextlib.suppress(EOFError, ConnectionError), Connection(connection) as caller:
         while True:
             work, item = caller.recv()
