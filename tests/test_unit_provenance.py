@@ -201,6 +201,8 @@ def test_rows_are_read_through_the_chain(table, checkout):
     assert (checkout / "m" / "fake.csv").read_bytes() == before
     line = provenance.Line("fake", "impl=a b,c size=1,2", "", "", "", "")
     assert [line.selects({"impl": x, "size": "2"}) for x in ("a b", "c", "a")] == [True, True, False]
+    of_another_version = provenance.Line("fake", "color=red size=2", "", "", "", "")
+    assert not of_another_version.selects({"impl": "a", "size": "2"})
     with pytest.raises(ValueError, match="no such row was measured with the code of HEAD"):
         provenance.carry([table], "HEAD", {"impl": "a"}, "no", checkout)
 

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import textwrap
-import threading
 from pathlib import Path
 
 import pandas as pd
@@ -323,7 +322,7 @@ def test_without_torch_nothing_is_measured_and_no_row_is_an_error(fake, root, mo
 def test_second_run_measures_nothing(fake, root, monkeypatch):
     count, log = measure(fake, root)
     assert count == 3 and len(fake.CALLS) == 6
-    assert "3 of 3 groups" in log[0] and log[1].startswith("  [1/3] size=1: ok in")
+    assert "3 of 3 groups" in log[0] and log[2].startswith("  [1/3] size=1: ok in")
     frame = rows.read(fake, "cpu-test", root)
     assert set(frame["status"]) == {"ok"} and frame["run"].nunique() == 3
     assert frame.groupby("size")["run"].nunique().eq(1).all()
@@ -625,22 +624,16 @@ def test_codes_are_of_the_sources_at_the_start(fake, root):
     assert set(rows.read(fake, "cpu-test", root)["code"]) == {before} != {provenance.digest(fake)}
 
 
-def test_a_group_that_takes_long_says_so(fake, root, monkeypatch):
-    """And a machine without a GPU promises no time: what experiments estimate is that of GPUs."""
-    told, lines = threading.Event(), []
-    monkeypatch.setattr(measuring, "_QUIET_S", 0.01)
-    monkeypatch.setattr(measuring, "machine_name", lambda: "cpu-x1")
-    run_group = fake.run_group
+@pytest.mark.parametrize(("name", "end"), [("cpu-x1", "measure"), ("h100-x1", "measure, about 6 s")])
+def test_a_group_is_told_before_it_takes_its_time(fake, root, monkeypatch, name, end):
+    """And a machine without a GPU promises none: what experiments estimate is that of GPUs."""
+    lines, told = [], []
+    monkeypatch.setattr(measuring, "machine_name", lambda: name)
 
-    def slow(cases):
-        assert told.wait(30)
-        return run_group(cases)
+    def run_group(cases):
+        told.extend(lines)
+        return [{"ms_p50": 1.0} for _ in cases]
 
-    def log(line):
-        lines.append(line)
-        if "measuring for" in line:
-            told.set()
-
-    fake = dataclasses.replace(fake, run_group=slow, estimate_s=lambda group: 6.0)
-    measuring.measure(fake, fake.grid("smoke")[:1], root=root, log=log)
-    assert lines[0].endswith("1 groups to measure") and any("size=1: measuring for" in line for line in lines)
+    fake = dataclasses.replace(fake, run_group=run_group, estimate_s=lambda group: 6.0)
+    measuring.measure(fake, fake.grid("smoke")[:1], root=root, log=lines.append)
+    assert told[0].endswith(f"1 groups to {end}") and told[1:] == ["  [1/1] size=1"]

@@ -5,15 +5,13 @@ A table's file is replaced whole after every group: a killed run loses one group
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import secrets
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,6 @@ from cs336_systems.store.rows import (
 from cs336_systems.store.status import error_status, loses_context
 from cs336_systems.store.table import Table
 
-_QUIET_S = 20.0  # without a line
 REFRESH = ("missing", "stale", "all")
 
 
@@ -120,10 +117,10 @@ def measure(
         waiting = f"{table} on {machine}: another process is measuring it; waiting until it has ended"
         with lock(path.with_name(f".{table}.lock"), busy=lambda: log(waiting)):
             if due := find_due():
-                # estimates are those of GPUs
-                about = "" if machine.startswith("cpu-") else _estimate(experiment, due)
-                todo = f"{len(due)} of {len(all_groups)} groups to measure{about}"
-                log(f"{table} on {machine}: {todo}")
+                about = ""
+                if experiment.estimate_s and not machine.startswith("cpu-"):  # estimates are those of GPUs
+                    about = f", about {sum(map(experiment.estimate_s, due)):.0f} s"
+                log(f"{table} on {machine}: {len(due)} of {len(all_groups)} groups to measure{about}")
                 _fill(experiment, machine, due, root, log, progress)
                 return len(due)
     log(f"{table} on {machine}: all {len(all_groups)} groups are measured")
@@ -152,8 +149,8 @@ def _fill(
         run = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(2)}"
         what = ", ".join(f"{f}={getattr(group[0], f)}" for f in experiment.group)
         place = f"  [{number}/{len(due)}] {what}"
-        with _telling(lambda seconds, place=place: log(f"{place}: measuring for {seconds:.0f} s")):
-            results, context_lost = _run(experiment, group)
+        log(place)  # it may take minutes
+        results, context_lost = _run(experiment, group)
         stamp = f"{datetime.now(UTC):{TIME}}"
         told = {"run": run, "time_utc": stamp, "env": environment_digest(), "code": code}
         rows = [
@@ -164,8 +161,7 @@ def _fill(
         failed += [row for row in rows if str(row["status"]).startswith("error")]
         left = (time.monotonic() - begin) / number * (len(due) - number)
         tally = " ".join(sorted({str(row["status"]).split(":")[0] for row in rows}))
-        took = f"{tally} in {time.monotonic() - start:.1f} s, about {left:.0f} s left"
-        log(f"{place}: {took}")
+        log(f"{place}: {tally} in {time.monotonic() - start:.1f} s, about {left:.0f} s left")
         if context_lost:
             raise ContextLost(
                 f"{table} lost its CUDA context at {what}; run again, in a fresh process, to go on"
@@ -174,29 +170,6 @@ def _fill(
         raise MeasurementError(
             f"{len(failed)} cases of {table} ended in an error (their rows say so): {failed[0]['status']}"
         )
-
-
-def _estimate(experiment: Table, due: list[list[Any]]) -> str:
-    estimate = experiment.estimate_s
-    return f", about {sum(estimate(group) for group in due):.0f} s" if estimate else ""
-
-
-@contextlib.contextmanager
-def _telling(tell: Callable[[float], None]) -> Iterator[None]:
-    """Tells every _QUIET_S how many seconds have passed: a group may take minutes, on a CPU most of all."""
-    ended, begin = threading.Event(), time.monotonic()
-
-    def beat() -> None:
-        while not ended.wait(_QUIET_S):
-            tell(time.monotonic() - begin)
-
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def _run(experiment: Table, group: list[Any]) -> tuple[list[dict[str, Any]], bool]:

@@ -114,7 +114,7 @@ class Line(NamedTuple):
     def selects(self, case: Mapping[str, str]) -> bool:
         """Whether a case, field → text, is among its rows."""
         wanted = (part.partition("=") for part in re.split(r"\s+(?=\w+=)", self.rows) if part)
-        return all(case[field] in values.split(",") for field, _, values in wanted)
+        return all(case.get(field) in values.split(",") for field, _, values in wanted)
 
 
 def carried(root: Path | None = None) -> list[Line]:
