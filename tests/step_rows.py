@@ -1,6 +1,7 @@
 """Rows that no machine has measured, for tests of pages: steps made up from the closed forms, and frames by hand."""
 
 import dataclasses
+import json
 import math
 import random
 
@@ -63,6 +64,13 @@ def write(experiment, cases, root, machine="h100-x1", make=metrics):
             experiment, machine,
             [dataclasses.asdict(case) | provenance | {"code": code} | make(case) for case in group], root,
         )  # fmt: skip
+
+
+def spell_out(environments, root, machine):
+    """Writes what digests of environments stand for into `<root>/<machine>/machine.json`."""
+    path = root / machine / "machine.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(environments, indent=1))
 
 
 def frame(experiment, *given, **common):

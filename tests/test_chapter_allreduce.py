@@ -213,9 +213,7 @@ def made_up(results_root):
         step_rows.write(
             allreduce.TABLE, cases, results_root, f"h200-x{gpus}", functools.partial(metrics, gpus=gpus)
         )
-        rows.write_environment(
-            f"h200-x{gpus}", results_root, {"00000000": {"gpu": "NVIDIA H200", "gpus": gpus}}
-        )
+        step_rows.spell_out({"00000000": {"gpu": "NVIDIA H200", "gpus": gpus}}, results_root, f"h200-x{gpus}")
     return chapters.read("allreduce", preset="full", machine="h200-x2,h200-x4").rows()
 
 

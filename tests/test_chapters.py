@@ -178,7 +178,7 @@ def test_texts_of_rows_and_machines_are_no_markup(chapter, results_root):
         failed = lambda case: {"status": f"error: {bad}"}
         step_rows.write(experiment, experiment.grid("smoke"), results_root, "laptop", failed)
     named = dict.fromkeys(("cpu", "gpu", "driver", "torch", "triton"), bad)
-    rows.write_environment("laptop", results_root, {"00000000": named | {"gpus": bad}})
+    step_rows.spell_out({"00000000": named | {"gpus": bad}}, results_root, "laptop")
     _, shown = run(chapter, machine="laptop", preset="smoke")
     of = {
         kind: [str(thing[kind]) for thing in shown if kind in thing]

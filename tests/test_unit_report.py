@@ -9,6 +9,7 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
+import step_rows
 
 from cs336_systems import chapters, report
 from cs336_systems.chapters.hardware.roofs import Roofs, roofs
@@ -37,7 +38,7 @@ def write_rows(root, machine="cpu-9", code=None, keep=lambda case: True, metrics
     ]
     store.write(EXPERIMENT, machine, rows, root)
     env = {"abcd": {"cpu": "a CPU", "cores": 9, "torch": "2.13.0", "triton": "3.7.1"}}
-    store.write_environment(machine, root, env)
+    step_rows.spell_out(env, root, machine)
     (root / "reference.json").write_text(json.dumps({"hardware": [machine]}))
 
 
@@ -239,7 +240,7 @@ def test_roofs_of_a_machine(results_root):
         "abcd": {"gpu": "NVIDIA H100 PCIe"},
         "ffff": {"gpu": "NVIDIA H200"},
     }  # in the file by their digests
-    store.write_environment("cpu-9", results_root, known)
+    step_rows.spell_out(known, results_root, "cpu-9")
     assert roofs("cpu-9").sheet.tb_per_s == 2.0  # that of its rows
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import step_rows
 
 from cs336_systems.cli import bench
 from cs336_systems.store import files, measuring, provenance, rows
@@ -253,7 +254,7 @@ def test_a_file_that_cannot_be_read_is_named(fake, root, csv, damage, named):
 def test_a_damaged_machine_json_is_named(root, text, named):
     (root / "m").mkdir(parents=True)
     (root / "m" / "machine.json").write_text(text)
-    for use in (lambda: rows.environments("m", root), lambda: rows.write_environment("m", root, {"e": {}})):
+    for use in (lambda: rows.environments("m", root), lambda: rows.write_environment("m", root)):
         with pytest.raises(files.StoreError, match=rf"machine\.json.*{named}"):
             use()
     assert (root / "m" / "machine.json").read_text() == text
@@ -524,8 +525,8 @@ def test_merge_takes_newer_rows_and_environments(fake, root, tmp_path, write, re
     new = {"ms_p50": 2.0, "time_utc": "2026-02-01T00:00:00Z"}
     old = {"impl": "b", "ms_p50": 2.0, "time_utc": "2025-01-01T00:00:00Z"}
     write(new, old, {"size": 2}, m="gpu-x1", to=other)
-    rows.write_environment("gpu-x1", root, {"a": {"cores": 1}})
-    rows.write_environment("gpu-x1", other, {"b": {"cores": 2}})
+    step_rows.spell_out({"a": {"cores": 1}}, root, "gpu-x1")
+    step_rows.spell_out({"b": {"cores": 2}}, other, "gpu-x1")
     assert rows.merge([fake], other, root) == [("gpu-x1", "fake_chapter", 2, 3)]
     assert read("ms_p50", "gpu-x1") == [2.0, 1.0, 1.0]
     assert set(json.loads((root / "gpu-x1" / "machine.json").read_text())) == {"a", "b"}
@@ -580,7 +581,7 @@ def test_merge_takes_all_or_nothing(fake, tmp_path, write, file, damage, named):
     for folder, count in (("here", 1.0), ("there", 2.0)):
         for machine in ("a", "b"):
             path = write({"ms_p50": count}, m=machine, to=tmp_path / folder)
-            rows.write_environment(machine, tmp_path / folder, {folder: {"cores": count}})
+            step_rows.spell_out({folder: {"cores": count}}, tmp_path / folder, machine)
             (path.parent / "fake_chapter").mkdir()
             (path.parent / "fake_chapter" / "c.json").write_text(f'{{"from": "{folder}"}}')
     path = tmp_path / file

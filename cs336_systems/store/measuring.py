@@ -19,15 +19,7 @@ from typing import Any
 from cs336_systems.store import provenance
 from cs336_systems.store.files import lock
 from cs336_systems.store.machine import environment_digest, has_module, machine_name, memory_of_others_gib
-from cs336_systems.store.rows import (
-    TIME,
-    case_key,
-    csv_path,
-    groups,
-    load,
-    write,
-    write_environment,
-)
+from cs336_systems.store.rows import TIME, case_key, csv_path, groups, load, write, write_environment
 from cs336_systems.store.status import error_status, loses_context
 from cs336_systems.store.table import Table
 
@@ -40,11 +32,6 @@ class MeasurementError(RuntimeError):
 
 class ContextLost(MeasurementError):
     """As that, and nothing more can be measured in this process."""
-
-
-def _failed_before(experiment: Table, group: list[Any], known: dict[tuple, dict]) -> bool:
-    rows = [known.get(case_key(experiment, case)) for case in group]
-    return any(row is not None and row["status"].startswith("error") for row in rows)
 
 
 def _due(
@@ -103,8 +90,9 @@ def measure(
     def find_due(refresh: str = refresh) -> list[list[Any]]:
         known = load(experiment, path)
         due = [group for group in all_groups if _due(experiment, group, known, refresh, current)]
+        failed = {key for key, row in known.items() if row["status"].startswith("error")}
         # what failed before comes last, so that it cannot keep the others from being measured
-        return sorted(due, key=lambda group: _failed_before(experiment, group, known))
+        return sorted(due, key=lambda group: any(case_key(experiment, case) in failed for case in group))
 
     if refresh == "missing" and (old := len(find_due("stale")) - len(find_due())):
         log(

@@ -33,14 +33,7 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.store import numbers
-from cs336_systems.store.files import (
-    StoreError,
-    changing,
-    read_json,
-    read_table,
-    replace,
-    visible,
-)
+from cs336_systems.store.files import StoreError, changing, read_json, read_table, replace, visible
 from cs336_systems.store.machine import environment, environment_digest
 from cs336_systems.store.status import check_status, is_hindered, is_measured
 from cs336_systems.store.table import Table
@@ -226,15 +219,12 @@ def write(
     return path
 
 
-def write_environment(
-    machine: str, root: Path | None = None, more: Mapping[str, dict[str, Any]] | None = None
-) -> Path:
-    """Spells this environment's digest (or the given ones) out in `<machine>/machine.json`."""
+def write_environment(machine: str, root: Path | None = None) -> None:
+    """Spells this environment's digest out in `<machine>/machine.json`."""
     path = (root or results_root()) / machine / "machine.json"
     with changing(path.parent):
-        more = {environment_digest(): environment()} if more is None else more
-        replace({path: _spelled_out(environments(machine, root) | more)})
-    return path
+        known = environments(machine, root) | {environment_digest(): environment()}
+        replace({path: _spelled_out(known)})
 
 
 def _stays(known: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
