@@ -192,7 +192,7 @@ def lock(path: Path, busy: Callable[[], None] = lambda: None) -> Iterator[None]:
     locked itself, and leaves no file. Where the disk has no locks, that nobody else writes is the user's care."""
     with naming("open", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # for writing: NFS locks no file that is open for reading
+        # for writing: NFS locks none that is open for reading only
         file = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
