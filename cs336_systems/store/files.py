@@ -192,8 +192,9 @@ def lock(path: Path, busy: Callable[[], None] = lambda: None) -> Iterator[None]:
     locked itself, and leaves no file. Where the disk has no locks, that nobody else writes is the user's care."""
     with naming("open", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # for writing: NFS locks none that is open for reading only
-        file = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o666)
+        # for writing, unless it is another user's: NFS locks none that is open for reading only
+        others = path.exists() and not os.access(path, os.W_OK)
+        file = os.open(path, os.O_RDONLY if others or path.is_dir() else os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
