@@ -193,6 +193,23 @@ def test_what_a_backward_pass_is_given(kernels):
 
 
 @triton_on_cpu
+def test_the_operator_looks_at_what_a_remembered_pass_does_not(monkeypatch):
+    """Rows more or fewer in the same strides: what is remembered would read past the end of the shorter."""
+    from cs336_systems.attention import flash_triton
+
+    monkeypatch.setattr(
+        flash_triton.again, "backward", lambda first, q, k, v, *_: (q.clone(), k.clone(), v.clone())
+    )
+    q, k, v, o, grad_o = (fresh(1, 2, 40, 16, requires_grad=False) for _ in range(5))
+    logsumexp, backward = fresh(1, 2, 40, requires_grad=False), torch.ops.cs336.flash_backward
+    assert [x.shape for x in backward(q, k, v, o, logsumexp, grad_o, True)] == [q.shape] * 3
+    for name, wrong in (("o", (o[:, :, 1:], grad_o)), ("grad_o", (o, grad_o[:, :, 1:]))):
+        assert [x.stride() for x in wrong] == [q.stride()] * 2
+        with pytest.raises(ValueError, match=rf"^{name} is torch.float32 \(1, 2, 39, 16\) on cpu; expected"):
+            backward(q, k, v, wrong[0], logsumexp, wrong[1], True)
+
+
+@triton_on_cpu
 @pytest.mark.parametrize(
     ("heads", "shape", "splits"),
     [(3, (5, 100, 16), 2), (6, (33, 129, 24), 4), (12, (1, 64, 16), 4), (3, (17, 97, 40), 2)],

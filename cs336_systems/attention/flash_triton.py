@@ -16,6 +16,7 @@ from cs336_systems.attention.available import hopper_reason
 from cs336_systems.attention.inputs import (
     autocast_inputs,
     check_inputs,
+    check_made,
     first_order_only,
     is_plain,
     to_four_axes,
@@ -104,6 +105,13 @@ def _launch_backward(q, k, v, o, logsumexp, grad_o, is_causal, window=None, cu_s
     return again.backward(_first_backward, q, k, v, o, logsumexp, grad_o, is_causal, None, seen)
 
 
+def _backward_of_anyone(q, k, v, o, logsumexp, grad_o, *how):
+    """The operator: nobody but autograd, which calls the launcher directly, has seen to it that O and its gradient fit
+    q, and launches that are remembered, by strides, would read past the end of others."""
+    check_made(q, o, grad_o)
+    return _launch_backward(q, k, v, o, logsumexp, grad_o, *how)
+
+
 def _require_interpreter(q: torch.Tensor) -> None:
     """ValueError where the interpreter is needed and off, or on (for a GPU's tensors, too) and would be wrong."""
     if not INTERPRETED:
@@ -120,7 +128,7 @@ def _require_interpreter(q: torch.Tensor) -> None:
 
 for _device in ("CUDA", "CPU"):
     _library.impl("flash_forward", _launch_forward, _device)
-    _library.impl("flash_backward", _launch_backward, _device)
+    _library.impl("flash_backward", _backward_of_anyone, _device)
 
 
 @torch.library.register_fake("cs336::flash_forward", lib=_library)
