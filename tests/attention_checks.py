@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import types
 from concurrent.futures import ProcessPoolExecutor
 
+import pytest
 import torch
 
 from cs336_systems.attention import attention
@@ -43,6 +45,36 @@ def captured(call):
     with torch.cuda.graph(graph):
         found = call()
     return graph, found
+
+
+def triton_launcher(calls, described, launch_pdl, monkeypatch):
+    """What triton launches a kernel with, down to the launcher in C, which only lists its calls. described: which of
+    the kernel's arguments are descriptors, by their place, and what triton knows of each."""
+    nvidia = pytest.importorskip("triton.backends.nvidia.driver")
+    fill = lambda address, *layout: ("map", address, *map(str, layout))
+    utils = types.SimpleNamespace(fill_tma_descriptor=fill, fill_tma_descriptor_tiled=fill)
+    active = types.SimpleNamespace(utils=utils, get_current_stream=lambda index: 7)
+    monkeypatch.setattr(type(nvidia.triton.runtime.driver), "active", active)
+    run = object.__new__(nvidia.CudaLauncher)
+    run.num_ctas, run.launch_cooperative_grid, run.launch_pdl, run.gsan_enabled = 1, False, launch_pdl, False
+    for scratch in ("global", "profile"):
+        vars(run).update({f"{scratch}_scratch_size": 0, f"{scratch}_scratch_align": 0})
+    if hasattr(nvidia, "make_kernel_signature"):  # triton 3.7 and later
+        run.arg_annotations, run.kernel_signature = "annotations", b"signature"
+    kinds = {i: "tensordesc<bf16[1, 64],layout>" if x else "i32" for i, x in enumerate(described)}
+    metas = [x for x in described if x]
+    run.launch = nvidia.wrap_handle_tensordesc(lambda *args: calls.append(args), kinds, metas)
+    return run
+
+
+def tensor_meta(block_size):
+    """What triton knows of a descriptor."""
+    return {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": block_size, "fp4_padded": False}
+
+
+def flat(call):
+    """The arguments of triton's launcher in C, those of the kernel among them, which newer versions pass as one."""
+    return [*call[:-1], *call[-1]] if isinstance(call[-1], (list, tuple)) else list(call)
 
 
 def run(impl, q, k, v, grad_o, is_causal, **seen):

@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from attention_checks import captured, compiler, fresh, more_spills, relative
+from attention_checks import (
+    captured,
+    compiler,
+    flat,
+    fresh,
+    more_spills,
+    relative,
+    tensor_meta,
+    triton_launcher,
+)
 
 pytest.importorskip("triton")
 import triton
@@ -443,75 +452,6 @@ def test_what_is_launched_again_would_be_launched_first_in_the_same_way(launched
     assert met_again > 50
 
 
-@pytest.mark.parametrize(
-    "d, packed", [(64, False), (64, True), (192, False)], ids=["one sequence", "documents", "wide heads"]
-)
-@pytest.mark.parametrize("heads", [2, 6], ids=["one each", "a group in parts"])
-def test_what_is_launched_again_gets_the_same_tensors(heads, d, packed, monkeypatch):
-    """Each kernel gets the addresses of the tensors that its first launch was given, in that order."""
-    calls = []
-
-    def launch(first, kernel, grid, descriptors=(), options=None, **values):
-        arguments, names = first.arguments(kernel, **values)
-        tensors = [x.base for _, x in descriptors] + list(arguments.values())[: len(names)]
-        names = *(name for name, _ in descriptors), *names
-        assert all(isinstance(x, torch.Tensor) for x in tensors)
-        calls.append((kernel.__name__, [tuple(x.shape) for x in tensors], [x.data_ptr() for x in tensors]))
-
-        def once_more(addresses):
-            assert len(addresses) == len(tensors)
-            calls.append((kernel.__name__, [tuple(x.shape) for x in tensors], [*addresses]))
-
-        call = lambda stream, at: (once_more, (at,))
-        first.done.launches.append(types.SimpleNamespace(call=call, names=names))
-
-    monkeypatch.setattr(hopper, "multiprocessors_of", lambda device_index: 132)
-    monkeypatch.setattr(portable.First, "launch", launch)
-    monkeypatch.setattr(again, "_passes", {})
-    monkeypatch.setattr(again, "driver", of_one_stream())
-    n, m = 70, 70 if packed else 130
-    cu_seqlens = zeros(4, dtype=torch.int32)
-    limits = (None, cu_seqlens) if packed else ()
-    gradients = {
-        "a matrix": zeros(1, heads, n, d),
-        "one number": zeros(1, heads, 1, 1).expand(1, heads, n, d),
-        "rows that TMA cannot read": zeros(1, heads, n, d + 1)[..., :d],
-        "a matrix where TMA cannot read": zeros(heads * n * d + 1)[1:].view(1, heads, n, d),
-    }
-    for kind, do in gradients.items():
-        q, k, v = zeros(1, heads, n, d), zeros(1, 2, m, d), zeros(1, 2, m, d)
-        names = {
-            x.data_ptr(): name for x, name in ((q, "q"), (k, "k"), (v, "v"), (do, "do"), (cu_seqlens, "cu"))
-        }
-        seen = []
-        for _ in range(2):
-            calls.clear()
-            o, logsumexp = hopper.launch_forward(q, k, v, True, seen=limits)
-            dq, dk, dv = hopper.launch_backward(q, k, v, o, logsumexp, do, True, seen=limits)
-            results = {o: "o", logsumexp: "l", dq: "dq", dk: "dk", dv: "dv"}
-            known = names | {x.data_ptr(): name for x, name in results.items()}
-            # what is neither given nor returned is a buffer: one in all kernels of a pass, whatever its address
-            passes = calls[: 1 + packed], calls[1 + packed :]
-            seen.append([
-                (kernel, [(known.get(x) or buffers.setdefault(x, f"buffer {len(buffers)}"), shape)
-                          for x, shape in zip(addresses, shapes, strict=True)])
-                for of_pass, buffers in zip(passes, ({}, {}), strict=True) for kernel, shapes, addresses in of_pass
-            ])  # fmt: skip
-        assert seen[0] == seen[1] and len(seen[0]) == (4 if heads == 2 else 5) + 2 * packed
-        names_of = {kernel: [name for name, _ in tensors] for kernel, tensors in seen[0]}
-        if packed:
-            assert names_of["bounds_kernel"][0] == "cu"
-            assert names_of["backward_keys_kernel"][-1] == names_of["bounds_kernel"][1]
-        [found] = [names for kernel, names in names_of.items() if kernel.startswith("backward")]
-        assert found[:3] == ["q", "k", "v"]
-        if heads == 2:
-            assert found[4:6] == ["dk", "dv"]
-        else:
-            assert [name for name, _ in seen[0][-1][1]] == [*found[4:6], "dk", "dv"]
-            assert found[4] != found[5] and {x.split()[0] for x in found[4:6]} == {"buffer"}
-        assert (found[3] == "do") == (kind == "a matrix")
-
-
 def test_what_launches_share_lies_where_launches_look_for_it(monkeypatch):
     """One behind the other in one buffer, each where TMA can read it."""
     shapes = {"stats": (6, 64), "counters": (7,), "tile": (1, 3, 64, 40)}
@@ -606,32 +546,11 @@ def test_a_section_is_what_the_cache_holds():
 @pytest.fixture
 def recorded(monkeypatch):
     """Triton's launcher of a compiled kernel with two descriptors among its arguments, and the calls that reach C."""
-    nvidia = pytest.importorskip("triton.backends.nvidia.driver")
-
-    calls = []
-
-    def fill(address, *layout):
-        return ("map", address, *map(str, layout))
-
-    utils = types.SimpleNamespace(fill_tma_descriptor=fill, fill_tma_descriptor_tiled=fill)
-    monkeypatch.setattr(type(triton.runtime.driver), "active", types.SimpleNamespace(utils=utils))
-    run = object.__new__(nvidia.CudaLauncher)
-    run.num_ctas, run.launch_cooperative_grid, run.launch_pdl, run.gsan_enabled = 1, False, True, False
-    for scratch in ("global", "profile"):
-        vars(run).update({f"{scratch}_scratch_size": 0, f"{scratch}_scratch_align": 0})
-    if hasattr(nvidia, "make_kernel_signature"):  # triton 3.7 and later
-        run.arg_annotations, run.kernel_signature = "annotations", b"signature"
-    kind = "tensordesc<bf16[1, 64],layout>"
-    meta = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 64], "fp4_padded": False}
-    signature = {0: kind, 1: kind, 2: "*bf16", 3: "i32", 4: "constexpr"}
-    run.launch = nvidia.wrap_handle_tensordesc(lambda *args: calls.append(args), signature, [meta, meta])
+    calls, meta = [], tensor_meta([1, 64])
+    run = triton_launcher(calls, [meta, meta, None, None, None], True, monkeypatch)
     compiled = types.SimpleNamespace(run=run, function="function", packed_metadata="packed")
     described = tuple(again.Described([n, 64], [64, 1], meta) for n in (100, 200))
     return again.Launch(compiled, (7, 1, 1), ("q", "k", "l"), (5, 64), described), calls
-
-
-def flat(call):
-    return [*call[:-1], *call[-1]] if isinstance(call[-1], (list, tuple)) else list(call)
 
 
 def maps(call):
