@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from cs336_systems.store.files import naming
 from cs336_systems.store.files import opened as regular
 
 END_OF_TEXT = "<|endoftext|>"
@@ -32,19 +33,16 @@ Document = memoryview  # into a file, mostly
 
 def opened(path: Path) -> mmap.mmap:
     """A file's content; ValueError that names it where it has none, cannot be read or is not UTF-8."""
-    try:
-        with regular(path) as file:
-            if not path.stat().st_size:
-                raise ValueError(f"{path} is empty")
-            try:
-                for _ in codecs.iterdecode(iter(lambda: file.read(_BLOCK), b""), "utf-8"):
-                    pass
-            except UnicodeDecodeError as error:
-                at, byte = file.tell() - len(error.object) + error.start, error.object[error.start]
-                raise ValueError(f"{path} is not UTF-8: byte {at} is 0x{byte:02x}") from None
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:  # which would be taken for one of writing
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    with naming("read", path), regular(path) as file:
+        if not path.stat().st_size:
+            raise ValueError(f"{path} is empty")
+        try:
+            for _ in codecs.iterdecode(iter(lambda: file.read(_BLOCK), b""), "utf-8"):
+                pass
+        except UnicodeDecodeError as error:
+            at, byte = file.tell() - len(error.object) + error.start, error.object[error.start]
+            raise ValueError(f"{path} is not UTF-8: byte {at} is 0x{byte:02x}") from None
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def found(data: mmap.mmap | bytes) -> Iterator[Document]:

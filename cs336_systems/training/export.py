@@ -36,7 +36,7 @@ def export(place: Path, folder: Path, say: pipeline.Say = print) -> list[Path]:
     """Writes config.json, generation_config.json, model.safetensors, tokenizer.json and tokenizer_config.json.
 
     place, say: as of `pipeline.trained`. Errors: its own; ValueError for the folder of a run or a checkpoint, which has
-    files of these names; OSError where it cannot be written.
+    files of these names, and where it cannot be written.
     """
     if any((folder / name).exists() for name in ("checkpoints", "checkpoint.json")):
         raise ValueError(f"{folder} holds a run or a checkpoint; choose another folder")

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.store.files import content, lock, opened
+from cs336_systems.store.files import alone, content, naming, opened
 
 ANEW = "; remove it to make anew what it tells of"  # of a stage's record that is damaged
 _FORMAT = 1  # of the files that stages write: what has another is made anew
@@ -32,28 +32,23 @@ def stage(
     """What `<name>.json` in `folder` says, after the files it speaks of were found there, or made.
 
     make(new) writes files into the empty folder `new` and returns what else is to be said, JSON, with a line about it
-    under "about". expected: SHA-256 of files by name, of those that must come out if they do at all. OSError that names
-    the folder where it cannot be written; ValueError for files that are damaged or not those expected. What was there
+    under "about". expected: SHA-256 of files by name, of those that must come out if they do at all. ValueError that
+    names the folder where it cannot be written, and for files that are damaged or not those expected. What was there
     stays then.
     """
     started, record = time.perf_counter(), folder / f"{name}.json"
     made_from = json.loads(json.dumps({"format": _FORMAT, **made_from}))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # the folder itself is the lock: no file to leave behind
-        with lock(folder, lambda: log(f"{name}: waiting for another process, which makes {folder}")):
-            taken = told = _taken(record, made_from)
-            if not told:
-                with making(folder) as new:
-                    told = recorded(new / record.name, {"from": made_from, **make(new)})
-                    _hold(told["files"], expected, folder)
-                    record.unlink(missing_ok=True)
-                    for file in told["files"]:
-                        os.replace(new / file, folder / file)
-                    sync(folder)
-                    os.replace(new / record.name, record)
-    except OSError as error:
-        raise OSError(f"cannot write {folder}: {error.strerror or error}") from error
+    with alone(folder, log), naming("write", folder):
+        taken = told = _taken(record, made_from)
+        if not told:
+            with making(folder) as new:
+                told = recorded(new / record.name, {"from": made_from, **make(new)})
+                _hold(told["files"], expected, folder)
+                record.unlink(missing_ok=True)
+                for file in told["files"]:
+                    os.replace(new / file, folder / file)
+                sync(folder)
+                os.replace(new / record.name, record)
     if taken:
         if wrong := first_wrong(folder, told["files"]):
             raise FileError(f"{wrong}; remove {record} to make it anew")
@@ -105,8 +100,8 @@ def _hold(files: Mapping[str, Any], expected: Mapping[str, str], folder: Path) -
 
 
 def sha256(path: Path) -> str:
-    """Of a file's content, in hexadecimal."""
-    with opened(path) as file:
+    """Of a file's content, in hexadecimal; ValueError where it cannot be read."""
+    with naming("read", path), opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -29,6 +29,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from cs336_systems.store.files import naming
 from cs336_systems.store.machine import cpu_cores
 from cs336_systems.store.pool import Pool
 from cs336_systems.training import documents, outputs
@@ -73,9 +74,8 @@ def prepare(
 ) -> TextInfo:
     """The text that `config` asks for: taken from `folder`, or from one of its own in `config.cache`, or made there.
 
-    expected: as for `outputs.stage`. Errors: ValueError for a source that does not exist, is empty, cannot be read or
-    fetched, or is not UTF-8, and for a text that is damaged or not the one expected; OSError that names the folder
-    where it cannot be written.
+    expected: as for `outputs.stage`. ValueError for a source that does not exist, is empty, cannot be read or fetched,
+    or is not UTF-8, for a text that is damaged or not the one expected, and for a folder that cannot be written.
     """
     if config.source == "random":
         log("text: random tokens need none")
@@ -202,7 +202,7 @@ def _copied(
 def _found(key: str, told: str) -> list[tuple[str, Path, str]]:
     """Name, place and SHA-256 of a file, or of the texts in a folder and in folders of it, without hidden ones."""
     source = Path(told).expanduser()
-    try:
+    with naming("read", source):
         if not told.strip() or not source.exists():
             named = "stories, tinystories, random, or " * (key == "text.source")
             raise ValueError(f"{key}={told!r}; allowed: {named}a file or folder of text")
@@ -214,8 +214,6 @@ def _found(key: str, told: str) -> list[tuple[str, Path, str]]:
         if not shown:
             raise ValueError(f"{key}={told!r} is a folder without {', '.join(f'*{kind}' for kind in _TEXTS)}")
         return shown
-    except OSError as error:
-        raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from None
 
 
 def _ready(config: Text) -> list[Split]:

@@ -49,8 +49,8 @@ def prepare(
 ) -> Data:  # fmt: skip
     """The tokens of `text`: taken from `folder`, or made there.
 
-    expected: as for `outputs.stage`. Errors: ValueError where `config.path` is no tokenizer or has no end of text, or
-    the text or the tokens are damaged or not those expected; OSError that names the folder where it cannot be written.
+    expected: as for `outputs.stage`. ValueError where `config.path` is no tokenizer or has no end of text, where the
+    text or the tokens are damaged or not those expected, and where the folder cannot be written.
     """
     given = Path(config.path).expanduser() if config.path else None
     known = load_tokenizer(given, config.separator) if given else None
