@@ -151,17 +151,27 @@ def load(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str,
     FileError as `told`, and for a file that cannot be read, or is not safe to; it names the newest sound
     checkpoint beside it.
     """
-    model, *others = (path / name for name in _FILES)
     try:
-        found, states = told(path, sound=True), []
-        with reading(model):
-            weights = safetensors.torch.load_file(model)
-        for file in others:
-            with reading(file):
-                states.append(torch.load(file, map_location="cpu", weights_only=True))
+        found = told(path, sound=True)
+        weights, optimizer, state = (_tensors(path / name) for name in _FILES)
     except FileError as error:
         raise FileError(f"{error}{_instead(path.parent, path)}") from error
-    return found, weights, *states
+    return found, weights, optimizer, state
+
+
+def _tensors(file: Path) -> Any:
+    """What a file of safetensors or torch holds, on the CPU; FileError where it cannot be read, or is not safe to."""
+    with reading(file):
+        if file.suffix == ".safetensors":
+            return safetensors.torch.load_file(file)
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:  # whose first line advises to run what the file holds
+            other = re.search(r"GLOBAL (\S+)", str(error))
+            what = f"has {other[1]}" if other else "is no file of torch.save"
+            raise FileError(
+                f"{file} {what}; only tensors are unpickled: save the state dict alone"
+            ) from error
 
 
 def weights_of(path: Path) -> dict[str, torch.Tensor]:
@@ -170,18 +180,8 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
     FileError that says why there are none."""
     if path.is_dir():
         return load(path)[1]
+    found = _tensors(path)
     with reading(path):
-        if path.suffix == ".safetensors":
-            found = safetensors.torch.load_file(path)
-        else:
-            try:
-                found = torch.load(path, map_location="cpu", weights_only=True)
-            except pickle.UnpicklingError as error:  # whose first line advises to run what the file holds
-                other = re.search(r"GLOBAL (\S+)", str(error))
-                what = f"has {other[1]}" if other else "is no file of torch.save"
-                raise FileError(
-                    f"{path} {what}; only tensors are unpickled: save the state dict alone"
-                ) from error
         for key in _STATE:
             if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
                 found = found[key]

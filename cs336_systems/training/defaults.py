@@ -14,7 +14,7 @@ nat of the text's entropy (chapter `training`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,20 +81,16 @@ def settled(told: Mapping[str, Any], say: Callable[[str], None]) -> TrainingConf
 def _own(asked: TrainingConfig) -> dict[str, Any]:
     """The settings of the run that is to go on; none where it is to begin. Not its `checkpoints.resume_changed`: that
     allows one command to change a run, not all that follow."""
-    if asked.checkpoints.resume == "no":
+    how = asked.checkpoints.resume
+    place, name = (Path(asked.out), "config.json") if how == "auto" else (Path(how), "checkpoint.json")
+    if how == "no" or not (place / name).is_file():
         return {}
-    if asked.checkpoints.resume == "auto":
-        file = Path(asked.out) / "config.json"
-        found = load(file) if file.is_file() else None
+    if how == "auto":
+        own = load(place / name).to_dict()
     else:
         from cs336_systems.training import checkpoints
 
-        place = Path(asked.checkpoints.resume)
-        there = (place / "checkpoint.json").is_file()
-        found = checkpoints.config_of(place, checkpoints.told(place)) if there else None
-    if found is None:
-        return {}
-    own = found.to_dict()
+        own = checkpoints.config_of(place, checkpoints.told(place)).to_dict()
     del own["checkpoints"]["resume_changed"]
     return own
 
@@ -113,13 +109,12 @@ def chosen(machine: Machine, told: Mapping[str, Any]) -> dict[str, Any]:
 def _on_gpus(asked: TrainingConfig, machine: Machine, told: Mapping[str, Any]) -> dict[str, Any]:
     ranks = ranks_of(asked)
     shards = ranks > 1 and asked.parallel.wrapper == "fsdp"  # weights, and the optimizer's state with them
-    choice: dict[str, Any] = {"model.size": "small", "optimizer.sharded": False}
     dtype = machine.dtype if asked.run.dtype == "auto" else asked.run.dtype
     # weights are gathered outside of compiled code; of GPUs without bf16, blocks alone were tried long enough
-    choice["run.compile"] = "whole" if dtype == "bf16" and not shards else "blocks"
+    most = "whole" if dtype == "bf16" and not shards else "blocks"
     # what is computed again is at most compiled by blocks, and a plan measures plain operations
-    ways = {"blocks": "blocks", "selective": "off"}
-    choice["run.compile"] = ways.get(asked.run.recompute, choice["run.compile"])
+    compiled = {"none": most, "blocks": "blocks", "selective": "off"}[asked.run.recompute]
+    choice: dict[str, Any] = {"model.size": "small", "optimizer.sharded": False, "run.compile": compiled}
     if ranks > 1 and not shards:  # it costs time: where otherwise not one short sequence fits
         short = {**choice, "model.context_length": CONTEXTS[-1], **told}
         choice["optimizer.sharded"] = not most_sequences(short, machine.gib, dtype, ranks)
@@ -141,8 +136,7 @@ def _on_gpus(asked: TrainingConfig, machine: Machine, told: Mapping[str, Any]) -
 
 def _longest(machine: Machine, dtype: str, ranks: int, told: dict[str, Any]) -> tuple[int, int]:
     """The longest context of which a GPU holds a sequence, or the one told, and the most sequences of BATCHES there."""
-    asked: Sequence[Any] = [told[key] for key in ("model.context_length",) if key in told]
-    contexts = asked or CONTEXTS[dtype != "bf16" :]
+    contexts = [told[key] for key in ("model.context_length",) if key in told] or CONTEXTS[dtype != "bf16" :]
     for context in contexts:
         if most := most_sequences({**told, "model.context_length": context}, machine.gib, dtype, ranks):
             return int(context), most

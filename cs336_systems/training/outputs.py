@@ -142,9 +142,7 @@ def recorded(record: Path, about: Mapping[str, Any]) -> dict[str, Any]:
 
 def sync(path: Path) -> None:
     """Has a file's content, or a folder's names, reach the disk."""
-    if path.is_dir() and os.name != "posix":  # it cannot be opened there
-        return
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
