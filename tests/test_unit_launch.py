@@ -311,9 +311,9 @@ def test_an_error_of_our_own_is_told_in_its_sentence():
     rest = {"of_communication": False, "exit_code": 1, "stopped": False, "time_ns": 1}
     own, other = (
         failure([{"error": f"{kind}: why", "traceback": "Traceback\n  File ...", **rest}])
-        for kind in ("cs336_systems.training.outputs.FileError", "json.JSONDecodeError")
+        for kind in ("cs336_systems.store.files.StoreError", "json.JSONDecodeError")
     )
-    assert str(own) == "rank 0 of 1: FileError: why"
+    assert str(own) == "rank 0 of 1: StoreError: why"
     assert str(other).splitlines() == ["rank 0 of 1: json.JSONDecodeError: why", "Traceback", "  File ..."]
 
 

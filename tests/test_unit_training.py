@@ -27,6 +27,7 @@ from alive_bytes import AliveBytes  # noqa: E402
 from cs336_systems.launch.group import Rank  # noqa: E402
 from cs336_systems.launch.start import launch  # noqa: E402
 from cs336_systems.measure.memory.tensors import watching_tensors  # noqa: E402
+from cs336_systems.store.files import StoreError  # noqa: E402
 from cs336_systems.training import (  # noqa: E402
     checkpoints,
     clock,
@@ -256,7 +257,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path):
     code = (
         "import sys; sys.path[:0] = sys.argv[2:]\nimport test_unit_training as t\nfrom pathlib import Path\n"
         "c = t.made(sys.argv[1], checkpoints__every=2, schedule__steps=40)\nr = t.Trainer(c, t.data())\n"
-        "p, _ = t.checkpoints.newest_sound(r.folder)\nif p: r.resume(p)\nr.run()"
+        "p = t.checkpoints.newest_sound(r.folder)\nif p: r.resume(p)\nr.run()"
     )
     start = lambda: distributed.Forked(
         ["-c", code, str(tmp_path / "run"), str(Path(__file__).parent)], env=os.environ
@@ -272,7 +273,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path):
         child.wait()
     assert kills
     assert start().wait() == 0
-    path, _ = checkpoints.newest_sound(folder)
+    path = checkpoints.newest_sound(folder)
     assert path.name == "step-00000040" and log(tmp_path / "run") == log(tmp_path / "alone")
     assert_same_weights(path, Path(expected["checkpoint"]))
 
@@ -438,11 +439,12 @@ def test_a_damaged_checkpoint_is_refused_in_a_line_and_the_one_before_offered(
         about.unlink()
         outputs.recorded(about, {name: value for name, value in told.items() if name != "files"})
     words = rf"{last.name}.*newest sound checkpoint is .*{before.name}$"
-    with pytest.raises(outputs.FileError, match=words) as caught:
+    with pytest.raises(StoreError, match=words) as caught:
         Trainer(made(tmp_path), data()).resume(last)
     assert "\n" not in str(caught.value) and not (tmp_path / "executed").exists()
     if how in SPOILED:
-        newest, why = checkpoints.newest_sound(tmp_path / "checkpoints")
+        why = []
+        newest = checkpoints.newest_sound(tmp_path / "checkpoints", say=why.append)
         assert newest == before and len(why) == 1 and last.name in why[0]
 
 
@@ -480,7 +482,7 @@ def test_weights_begin_as_files_of_others_hold_them(tmp_path, two_checkpoints, n
 def test_a_file_without_weights_is_refused_and_runs_nothing(tmp_path, monkeypatch, held, names):
     monkeypatch.chdir(tmp_path)
     torch.save(held({}), "weights.pt")
-    with pytest.raises(outputs.FileError, match=f"weights.pt {names}") as caught:
+    with pytest.raises(StoreError, match=f"weights.pt {names}") as caught:
         checkpoints.weights_of(Path("weights.pt"))
     assert "\n" not in str(caught.value) and not Path("executed").exists()
 
@@ -610,7 +612,7 @@ def test_what_cannot_be_written_loses_nothing(tmp_path, monkeypatch):
         sync(path)
 
     monkeypatch.setattr(outputs, "sync", full)
-    with pytest.raises(outputs.FileError, match=r"step-00000008: No space.*sound.*step-00000004"):
+    with pytest.raises(StoreError, match=r"step-00000008: No space.*sound.*step-00000004"):
         trainer.run()
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-00000004"]
 
@@ -630,9 +632,7 @@ def test_what_torch_makes_of_a_full_disk_is_told_as_one(tmp_path, monkeypatch):
     for module, name, fails in ((torch, "save", full), (safetensors.torch, "save_file", full_of_weights)):
         with monkeypatch.context() as patched:
             patched.setattr(module, name, fails)
-            with pytest.raises(
-                outputs.FileError, match=r"cannot write .*step-00000000: No space left"
-            ) as caught:
+            with pytest.raises(StoreError, match=r"cannot write .*step-00000000: No space left") as caught:
                 trainer.save()
         assert caught.value.__cause__.errno == errno.ENOSPC
     monkeypatch.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(RuntimeError("of something else")))

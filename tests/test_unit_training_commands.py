@@ -156,15 +156,15 @@ def test_activations_count_as_the_accounting_says(monkeypatch):
 
     needed = forecast.memory_bytes(made(tokenizer__vocab_size=5000), "fp32", "cpu", 1)
     monkeypatch.setattr(forecast, "free_memory_bytes", lambda device: needed)
-    forecast.check_fits(made(), 1, 5000)
-    forecast.check_fits(made(batch__sequences=64, batch__accumulate=2), 1, 5000)
+    forecast.check_fits(made(), 5000)
+    forecast.check_fits(made(batch__sequences=64, batch__accumulate=2), 5000)
     for more, vocab in (
         ({}, 5001),
         ({"batch__sequences": 33}, 5000),
         ({"model__attention": "reference"}, 5000),
     ):
         with pytest.raises(ValueError, match="GiB are free"):
-            forecast.check_fits(made(**more), 1, vocab)
+            forecast.check_fits(made(**more), vocab)
 
 
 def test_a_sharded_optimizer_is_told_by_its_fullest_rank():
@@ -247,7 +247,7 @@ def stub_of_wandb(monkeypatch, mode):
 def test_wandb_without_a_login_is_told_in_a_line(tmp_path, monkeypatch, how):
     stub_of_wandb(monkeypatch, "no key")
     told = ("train", "--out", tmp_path / "run", "--device", "cpu", "--set", "logging.wandb=stories", *how)
-    line = refused(call(*told), "logging.wandb='stories': api_key not configured (no-tty).")
+    line = refused(call(*told), "logging.wandb='stories': NoKey: api_key not configured (no-tty).")
     assert "wandb login" in line and "WANDB_MODE=offline" in line and not (tmp_path / "run").exists()
 
 

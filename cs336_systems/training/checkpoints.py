@@ -9,7 +9,7 @@
                               files that were learned from ("data")
 
 A checkpoint is written beside its place, synced to disk, and renamed. `load` holds it against the digests; whatever is
-wrong is one FileError. `best` is a file with the name of the one with the lowest validation loss.
+wrong is one StoreError. `best` is a file with the name of the one with the lowest validation loss.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,10 @@ import torch
 from torch import nn
 
 from cs336_systems.model import staff_state_dict
+from cs336_systems.store.files import StoreError
 from cs336_systems.training import config, outputs
 from cs336_systems.training.config import TrainingConfig
-from cs336_systems.training.outputs import FileError, reading
+from cs336_systems.training.outputs import reading
 
 _NAME = re.compile(r"step-(\d{8,})")
 _FILES = ("model.safetensors", "optimizer.pt", "state.pt")
@@ -50,7 +51,7 @@ def save(
     weights: tensors by name; optimizer, state: what `torch.load(weights_only=True)` reads; about: JSON; tokenizer: the
     content of a tokenizer.json, if there is one. Nothing is copied that lies in main memory; of what lies on a GPU the
     weights, all at once, and the largest tensor of the rest.
-    FileError where the disk is full or cannot be written; what was saved before stays.
+    StoreError where the disk is full or cannot be written; what was saved before stays.
     """
     final = folder / f"step-{step:08d}"
     try:
@@ -78,7 +79,7 @@ def save(
         if code := re.search(r"os error (\d+)", str(cause)):  # as safetensors tells it
             cause = OSError(int(code[1]), os.strerror(int(code[1])))
         why = getattr(cause, "strerror", None) or cause
-        raise FileError(f"cannot write {final}: {why}{_instead(folder)}") from cause
+        raise StoreError(f"cannot write {final}: {why}{_instead(folder)}") from cause
 
 
 # ----------------------------------------------------------------------------------------------------- which there are
@@ -88,17 +89,17 @@ def found(folder: Path) -> list[Path]:
     return sorted(named, key=step_of)
 
 
-def newest_sound(folder: Path, but: Path | None = None) -> tuple[Path | None, list[str]]:
-    """The newest sound checkpoint other than `but`, and why newer ones are none."""
-    why = []
+def newest_sound(
+    folder: Path, but: Path | None = None, say: Callable[[str], Any] = lambda why: None
+) -> Path | None:
+    """The newest sound checkpoint other than `but`; `say` gets why newer ones are none."""
     for path in (one for one in reversed(found(folder)) if one != but):
         try:
             told(path, sound=True)
-        except FileError as error:
-            why.append(str(error))
-        else:
-            return path, why
-    return None, why
+            return path
+        except StoreError as error:
+            say(str(error))
+    return None
 
 
 def step_of(path: Path) -> int:
@@ -123,7 +124,7 @@ def best_of(folder: Path) -> Path | None:
 
 # ---------------------------------------------------------------------------------------------------------- reading
 def told(path: Path, sound: bool = False) -> dict[str, Any]:
-    """What `checkpoint.json` says of a checkpoint; FileError where that cannot be. sound: after its files were
+    """What `checkpoint.json` says of a checkpoint; StoreError where that cannot be. sound: after its files were
     held against it, else unread; the error then names the one that is missing, truncated or altered."""
     with reading(path / "checkpoint.json"):
         found = json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))
@@ -135,12 +136,12 @@ def told(path: Path, sound: bool = False) -> dict[str, Any]:
         for name in _FILES:
             found["files"][name]["sha256"]
         if sound and (wrong := outputs.first_wrong(path, found["files"])):
-            raise FileError(wrong)
+            raise StoreError(wrong)
     return found
 
 
 def config_of(path: Path, about: Mapping[str, Any]) -> TrainingConfig:
-    """The configuration of a checkpoint of which `checkpoint.json` says `about`; FileError where it is none."""
+    """The configuration of a checkpoint of which `checkpoint.json` says `about`; StoreError where it is none."""
     with reading(path / "checkpoint.json"):
         return config.load(None, about["config"])
 
@@ -148,19 +149,19 @@ def config_of(path: Path, about: Mapping[str, Any]) -> TrainingConfig:
 def load(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]:
     """What `checkpoint.json` says, weights, optimizer and state of a checkpoint; tensors on the CPU.
 
-    FileError as `told`, and for a file that cannot be read, or is not safe to; it names the newest sound
+    StoreError as `told`, and for a file that cannot be read, or is not safe to; it names the newest sound
     checkpoint beside it.
     """
     try:
         found = told(path, sound=True)
         weights, optimizer, state = (_tensors(path / name) for name in _FILES)
-    except FileError as error:
-        raise FileError(f"{error}{_instead(path.parent, path)}") from error
+    except StoreError as error:
+        raise StoreError(f"{error}{_instead(path.parent, path)}") from error
     return found, weights, optimizer, state
 
 
 def _tensors(file: Path) -> Any:
-    """What a file of safetensors or torch holds, on the CPU; FileError where it cannot be read, or is not safe to."""
+    """What a file of safetensors or torch holds, on the CPU; StoreError where it cannot be read, or is not safe to."""
     with reading(file):
         if file.suffix == ".safetensors":
             return safetensors.torch.load_file(file)
@@ -169,7 +170,7 @@ def _tensors(file: Path) -> Any:
         except pickle.UnpicklingError as error:  # whose first line advises to run what the file holds
             other = re.search(r"GLOBAL (\S+)", str(error))
             what = f"has {other[1]}" if other else "is no file of torch.save"
-            raise FileError(
+            raise StoreError(
                 f"{file} {what}; only tensors are unpickled: save the state dict alone"
             ) from error
 
@@ -177,7 +178,7 @@ def _tensors(file: Path) -> Any:
 def weights_of(path: Path) -> dict[str, torch.Tensor]:
     """The weights in a checkpoint of ours, a safetensors file, or a file that torch has saved: a state dict, or one
     under a key of its own, with or without what wrappers put before the names. Nothing is unpickled but tensors.
-    FileError that says why there are none."""
+    StoreError that says why there are none."""
     if path.is_dir():
         return load(path)[1]
     found = _tensors(path)
@@ -188,7 +189,7 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
         if not isinstance(found, Mapping) or not all(isinstance(x, torch.Tensor) for x in found.values()):
             there = [str(key) for key in found][:8] if isinstance(found, Mapping) else [type(found).__name__]
             allowed = ", ".join(_STATE)
-            raise FileError(f"{path} holds no state dict, nor one under {allowed}: {', '.join(there)}")
+            raise StoreError(f"{path} holds no state dict, nor one under {allowed}: {', '.join(there)}")
         own = staff_state_dict(found)
         # whatever held the model: `model.`, `transformer.` ... before all names are cut off
         before = next((name.removesuffix(_FIRST) for name in own if name.endswith(_FIRST)), "")
@@ -206,5 +207,5 @@ def into(model: nn.Module, weights: Mapping[str, torch.Tensor], whose: str) -> N
 
 def _instead(folder: Path, path: Path | None = None) -> str:
     """What there is instead of `path`."""
-    sound, _ = newest_sound(folder, path)
+    sound = newest_sound(folder, path)
     return f"; the newest sound checkpoint is {sound}" if sound else ""

@@ -22,7 +22,7 @@ from typing import Any
 from cs336_systems.accounting import model_flops, num_parameters, peaks
 from cs336_systems.store.machine import cpu_cores, gpu_names
 from cs336_systems.training.config import LENGTHS, MODEL_SIZES, TrainingConfig, load
-from cs336_systems.training.forecast import local_ranks, memory_bytes, ranks_of
+from cs336_systems.training.forecast import memory_bytes, ranks_of
 
 CONTEXTS = (2048, 1024, 512, 256, 128)  # the first one with bf16 alone: slower GPUs were not tried there
 STEP_TOKENS = 2**15  # of all GPUs together
@@ -71,7 +71,7 @@ def settled(told: Mapping[str, Any], say: Callable[[str], None]) -> TrainingConf
         if any(f"schedule.{name}" in told for name in LENGTHS):  # another length takes its place
             own["schedule"] = {key: value for key, value in own["schedule"].items() if key not in LENGTHS}
         return load(None, {**own, **told})
-    machine = here(asked.run.device, local_ranks(ranks_of(asked)))
+    machine = here(asked.run.device, ranks_of(asked)[1])
     config = load(None, chosen(machine, told))
     for line in about(config, machine):
         say(line)
@@ -107,7 +107,7 @@ def chosen(machine: Machine, told: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _on_gpus(asked: TrainingConfig, machine: Machine, told: Mapping[str, Any]) -> dict[str, Any]:
-    ranks = ranks_of(asked)
+    ranks, _ = ranks_of(asked)
     shards = ranks > 1 and asked.parallel.wrapper == "fsdp"  # weights, and the optimizer's state with them
     dtype = machine.dtype if asked.run.dtype == "auto" else asked.run.dtype
     # weights are gathered outside of compiled code; of GPUs without bf16, blocks alone were tried long enough
@@ -165,14 +165,14 @@ def _megabytes(config: TrainingConfig, machine: Machine) -> float:
     sizes = config.model.sizes(config.tokenizer.vocab_size)
     step_tokens = config.batch.sequences * sizes.context_length
     flops = model_flops(sizes, 1, sizes.context_length, "train_step") / sizes.context_length
-    per_minute = 60 * _MFU * machine.tflops * 1e12 * (ranks_of(config) if machine.gib else 1) / flops
+    per_minute = 60 * _MFU * machine.tflops * 1e12 * (ranks_of(config)[0] if machine.gib else 1) / flops
     tokens = length * {"minutes": per_minute, "tokens": 1, "steps": step_tokens}[kind]
     return float(f"{min(max(_BYTES_PER_TOKEN * tokens / 1e6, LEAST_MB), MOST_MB):.3g}")
 
 
 def about(config: TrainingConfig, machine: Machine) -> Iterator[str]:
     """Three lines: what was chosen, and how to choose otherwise."""
-    ranks, batch, sizes = ranks_of(config), config.batch, config.model.sizes(config.tokenizer.vocab_size)
+    (ranks, _), batch, sizes = ranks_of(config), config.batch, config.model.sizes(config.tokenizer.vocab_size)
     where = f"{ranks} of {machine.gpus} GPUs of {machine.gib:.0f} GiB" if machine.gib else "the CPU"
     parts = f" in {batch.accumulate} parts" * (batch.accumulate > 1)
     yield (

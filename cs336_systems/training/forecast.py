@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -19,14 +18,11 @@ _PLAIN = ("reference", "flash_torch")  # attention that keeps whole matrices of 
 _STEPS = 3
 
 
-def ranks_of(config: TrainingConfig) -> int:
-    """Processes that will train: torchrun's, or those that the configuration starts."""
-    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else config.parallel.nproc
-
-
-def local_ranks(world_size: int) -> int:
-    """Those of so many ranks that are on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) if "RANK" in os.environ else world_size
+def ranks_of(config: TrainingConfig) -> tuple[int, int]:
+    """Processes that will train, torchrun's or those that the configuration starts; how many of them are here."""
+    told = os.environ if "RANK" in os.environ else {}
+    ranks = int(told.get("WORLD_SIZE", config.parallel.nproc))
+    return ranks, int(told.get("LOCAL_WORLD_SIZE", ranks))
 
 
 def memory_bytes(config: TrainingConfig, dtype: str, device: str, world_size: int) -> int:
@@ -56,13 +52,14 @@ def memory_bytes(config: TrainingConfig, dtype: str, device: str, world_size: in
     return sum(alive.values()) + masks + lent
 
 
-def check_fits(config: TrainingConfig, world_size: int, vocab_size: int = 257) -> None:
+def check_fits(config: TrainingConfig, vocab_size: int = 257) -> None:
     """Refuses, as a ValueError, what `for_ranks`, `check_trackers`, `modes.device_of` and `modes.check_compile` do,
     attention that is not there, and what finds no room on a CPU: `memory_bytes` of all ranks here, with so many tokens
     in the vocabulary. (A GPU says so itself.)"""
     from cs336_systems.training import modes
 
-    for_ranks(config, world_size)
+    ranks, ranks_here = ranks_of(config)
+    for_ranks(config, ranks)
     check_trackers(config.logging)
     device = modes.device_of(config.run.device)
     modes.check_compile(config.run.compile, device)
@@ -73,7 +70,7 @@ def check_fits(config: TrainingConfig, world_size: int, vocab_size: int = 257) -
     # not by `load`: a tokenizer that was given may have fewer tokens than one that is trained
     config = replace(config, tokenizer=replace(config.tokenizer, vocab_size=vocab_size))
     dtype = modes.dtype_of(config.run.dtype, device)
-    needed = local_ranks(world_size) * memory_bytes(config, dtype, device, world_size)
+    needed = ranks_here * memory_bytes(config, dtype, device, ranks)
     if needed > free:
         raise ValueError(
             f"model.size={config.model.size!r} and batch.sequences={config.batch.sequences} need "
@@ -91,8 +88,8 @@ def forecast(config: TrainingConfig) -> Iterator[str]:
 
     from cs336_systems.training import modes
 
-    device, ranks = modes.device_of(config.run.device), ranks_of(config)
-    check_fits(config, ranks, config.tokenizer.vocab_size)
+    check_fits(config, config.tokenizer.vocab_size)
+    device, (ranks, _) = modes.device_of(config.run.device), ranks_of(config)
     dtype, sizes = modes.dtype_of(config.run.dtype, device), config.model.sizes(config.tokenizer.vocab_size)
     yield json.dumps(config.to_dict(), indent=1)
     yield f"model: {num_parameters(sizes) / 1e6:.1f} M parameters, on {device} in {dtype}"
@@ -107,7 +104,7 @@ def forecast(config: TrainingConfig) -> Iterator[str]:
     yield line
     tokens = config.batch.sequences * sizes.context_length
     flops = model_flops(sizes, config.batch.sequences, sizes.context_length, "train_step")
-    ms, share = _step_ms(config, device, ranks), ", its share of one rank" if ranks > 1 else ""
+    ms, share = _step_ms(config, ranks), ", its share of one rank" if ranks > 1 else ""
     yield f"a step: {tokens} tokens, {flops:.3g} FLOPs; {ms:.0f} ms by {_STEPS} steps on random tokens{share}"
     kind, length = config.schedule.length
     if kind == "epochs":
@@ -117,10 +114,9 @@ def forecast(config: TrainingConfig) -> Iterator[str]:
     yield f"time: {steps * ms / 60e3:.1f} minutes for {steps:,.0f} steps, beside text, evaluation and checkpoints"
 
 
-def _step_ms(config: TrainingConfig, device: str, ranks: int) -> float:
-    """Milliseconds of one rank's part of a step, without communication; the least of a few."""
+def _step_ms(config: TrainingConfig, ranks: int) -> float:
+    """Milliseconds of one rank's part of a step, without communication; the mean of a few, by the run's own clock."""
     import numpy as np
-    import torch
 
     from cs336_systems.training.batches import Data
     from cs336_systems.training.loop import Trainer
@@ -131,11 +127,9 @@ def _step_ms(config: TrainingConfig, device: str, ranks: int) -> float:
     })  # fmt: skip
     count = sequences * config.model.context_length + 1
     ids = np.random.default_rng(0).integers(0, vocab, count)
-    trainer, times = Trainer(alone, Data(ids, ids, vocab, count, end_of_text=0)), []
-    for _ in range(_STEPS + 1):  # the first one warms up
-        start = time.perf_counter()
+    trainer = Trainer(alone, Data(ids, ids, vocab, count, end_of_text=0))
+    for _ in range(_STEPS + 1):  # the first one warms up, and is not timed
         trainer.train_step()
-        if device != "cpu":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return 1e3 * min(times[1:])
+        trainer.clock.stepped()
+    trainer.clock.ask()
+    return 1e3 * trainer.clock.seconds / trainer.clock.timed

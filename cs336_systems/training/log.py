@@ -36,15 +36,11 @@ def check_trackers(told: Logging) -> None:
         if asked and not has_module(name):
             raise ValueError(f"logging.{name} needs a package: pip install 'cs336-systems[{name}]'")
     if told.wandb:
-        try:
+        advice = " (`wandb login` once, or WANDB_MODE=offline in the environment)"
+        with outputs.in_a_line(f"logging.wandb={told.wandb!r}", advice):
             from wandb import login
 
             login()
-        except Exception as error:  # of its client's own types, of the network, of the disk
-            why = str(error).strip().split("\n")[0] or type(error).__name__
-            raise ValueError(
-                f"logging.wandb={told.wandb!r}: {why} (`wandb login` once, or WANDB_MODE=offline in the environment)"
-            ) from error
 
 
 class RunLog:

@@ -51,7 +51,7 @@ class Trainer:
 
     rank: as the launcher gives it, inside its process group; None: this process alone. resumed: `resume` follows, so
     `checkpoints.init_from` is not read. Errors: ValueError for what does not fit (batch and ranks, texts shorter than a
-    window), FileError, TrainingError.
+    window), StoreError, TrainingError.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class Trainer:
         return ShardedState(self.sharded, self.optimizer)
 
     def save(self) -> None:
-        """Writes a checkpoint, once a step; all ranks call it. FileError where rank 0 cannot, ValueError on others."""
+        """Writes a checkpoint, once a step; all ranks call it. StoreError where rank 0 cannot, ValueError on others."""
         if self._saved == self.step:
             return
         if self.sharded:
@@ -206,7 +206,7 @@ class Trainer:
         self._saved, self._saved_s = self.step, time.monotonic()
 
     def resume(self, path: Path) -> None:
-        """Takes up a run where a checkpoint left it; FileError for one that is not sound, ValueError for one of
+        """Takes up a run where a checkpoint left it; StoreError for one that is not sound, ValueError for one of
         another run (`resuming.check`)."""
         about, weights, moments, state = checkpoints.load(path)
         resuming.check(path, about, self.config, self.dtype)
@@ -336,7 +336,7 @@ class Trainer:
         if not math.isfinite(mean):
             first = self.step - self._count + 1
             where = f"step {self.step}" if first >= self.step else f"steps {first} to {self.step}"
-            path = checkpoints.newest_sound(self.folder)[0]
+            path = checkpoints.newest_sound(self.folder)
             last = f"the last good checkpoint is {path}" if path else "no checkpoint was saved before"
             raise TrainingError(f"the loss is not finite in {where}; {last}")
         return mean

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.store.files import alone, content, naming, opened
+from cs336_systems.store.files import StoreError, alone, content, naming, opened
 
 ANEW = "; remove it to make anew what it tells of"  # of a stage's record that is damaged
 _FORMAT = 1  # of the files that stages write: what has another is made anew
@@ -51,7 +51,7 @@ def stage(
                 os.replace(new / record.name, record)
     if taken:
         if wrong := first_wrong(folder, told["files"]):
-            raise FileError(f"{wrong}; remove {record} to make it anew")
+            raise StoreError(f"{wrong}; remove {record} to make it anew")
         _hold(told["files"], expected, folder)
     verb = "took" if taken else "made"
     log(f"{name}: {verb} {folder} in {time.perf_counter() - started:.1f} s: {told['about']}")
@@ -71,23 +71,26 @@ def first_wrong(folder: Path, files: Mapping[str, Any]) -> str:
     return ""
 
 
-class FileError(ValueError):
-    """What is wrong with a file of a run, or with writing it; names it."""
+@contextlib.contextmanager
+def in_a_line(what: str, advice: str = "") -> Iterator[None]:
+    """Turns whatever is raised within, of others' packages anything, into one error: what, why, advice."""
+    try:
+        yield
+    except (StoreError, MemoryError):
+        raise
+    except Exception as error:
+        why = next(filter(None, map(str.strip, str(error).splitlines())), "")
+        raise StoreError(f"{what}: {type(error).__name__}: {why[:200]}{advice}") from error
 
 
 @contextlib.contextmanager
 def reading(file: Path, advice: str = "") -> Iterator[None]:
-    """Turns what damaged or foreign content raises within, whatever it is, into one error that names the file, in a
-    line."""
-    try:
-        yield
-    except (FileError, MemoryError):
-        raise
-    except FileNotFoundError as error:
-        raise FileError(f"{error.filename or file} is missing{advice}") from error
-    except Exception as error:  # unpickling alone raises anything
-        why = next(filter(None, map(str.strip, str(error).splitlines())), "")
-        raise FileError(f"{file} is damaged: {type(error).__name__}: {why[:200]}{advice}") from error
+    """The same of damaged or foreign content, whose error names the file; of a file that is not there, too."""
+    with in_a_line(f"{file} is damaged", advice):
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise StoreError(f"{error.filename or file} is missing{advice}") from error
 
 
 def _hold(files: Mapping[str, Any], expected: Mapping[str, str], folder: Path) -> None:

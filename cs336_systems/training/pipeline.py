@@ -58,7 +58,7 @@ def train(config: TrainingConfig, say: Say = print) -> dict[str, Any]:
             told, leads = ["", None], not rank or rank.rank == 0
             with agreement(dist.group.WORLD if rank else None):  # an error of rank 0 ends all
                 if leads:
-                    told = _begin(config, rank.world_size if rank else nproc, say, held)
+                    told = _begin(config, say, held)
             if rank:
                 dist.broadcast_object_list(told, src=0)
             start, result = told
@@ -69,7 +69,7 @@ def train(config: TrainingConfig, say: Say = print) -> dict[str, Any]:
         return _finish(config, result, say) if leads else result
 
 
-def _begin(config: TrainingConfig, world_size: int, say: Say, held: contextlib.ExitStack) -> list[Any]:
+def _begin(config: TrainingConfig, say: Say, held: contextlib.ExitStack) -> list[Any]:
     """All that comes before the first step, from then on alone in the folder: the checkpoint to go on from, or "", and
     the result where all is done already.
 
@@ -78,7 +78,7 @@ def _begin(config: TrainingConfig, world_size: int, say: Say, held: contextlib.E
     from cs336_systems.training import checkpoints, loop, modes
 
     if not (result := _finished(config)):
-        forecast.check_fits(config, world_size)
+        forecast.check_fits(config)
     held.enter_context(files.alone(Path(config.out)))
     if result:
         prepare(config, say)  # of a text that has changed since, this is no result
@@ -91,7 +91,7 @@ def _begin(config: TrainingConfig, world_size: int, say: Say, held: contextlib.E
         dtype = modes.dtype_of(config.run.dtype, modes.device_of(config.run.device))
         resuming.check(Path(start), checkpoints.load(Path(start))[0], config, dtype)
     info = prepare(config, say)
-    forecast.check_fits(config, world_size, info.vocab_size)  # of a tokenizer that is there now
+    forecast.check_fits(config, info.vocab_size)  # of a tokenizer that is there now
     for name, ids in (("train", info.train), ("valid", info.valid)):
         batches.Batches(ids, config.model.context_length, 1, 0, name)  # refuses a text too short
     theirs, known = Path(begun).expanduser() / checkpoints.TOKENIZER, info.tokenizer
@@ -158,10 +158,7 @@ def _where_to_start(config: TrainingConfig, say: Say) -> str:
             )
         return ""
     if asked == "auto":
-        newest, broken = checkpoints.newest_sound(folder)
-        for line in broken:
-            say(f"left out: {line}")
-        if newest:
+        if newest := checkpoints.newest_sound(folder, say=lambda why: say(f"left out: {why}")):
             say(f"going on from {newest}")
         return str(newest or "")
     if not (Path(asked) / "checkpoint.json").is_file():
@@ -205,14 +202,14 @@ def trained(place: Path, device: str = "auto", say: Say = _silent) -> tuple[Tran
     """A trained model, its tokenizer, and the token after each document. `place`: a checkpoint, or a run's folder (its
     best checkpoint, or its newest sound one; `say` gets why newer ones are none).
 
-    ValueError where there is none, or no tokenizer; FileError for one that is not sound.
+    ValueError where there is none, or no tokenizer; StoreError for one that is not sound.
     """
     from cs336_systems.model import build
     from cs336_systems.training import checkpoints, modes
 
     path, folder, why = place, place / "checkpoints", []
     if folder.is_dir() and not ((path := checkpoints.best_of(folder)) and path.is_dir()):
-        path, why = checkpoints.newest_sound(folder)
+        path = checkpoints.newest_sound(folder, say=why.append)
     if path is None or not (path / "checkpoint.json").is_file():
         none = f"{place} is neither a checkpoint nor the folder of a run that has one"
         raise ValueError("; ".join([none, *why]))

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.training import outputs
+from cs336_systems.store.files import StoreError
 from cs336_systems.training.config import TrainingConfig
 
 # what changes nothing about the weights that come out
@@ -39,7 +39,7 @@ def check(path: Path, about: Mapping[str, Any], now: TrainingConfig, dtype: str)
     """Whether a run may go on from the checkpoint `path`, of which checkpoint.json says `about`.
 
     dtype: what `run.dtype` comes to here. ValueError where the settings differ in what changes the run, unless
-    `checkpoints.resume_changed` allows it; in the model's shape in any case. FileError where it tells of no run.
+    `checkpoints.resume_changed` allows it; in the model's shape in any case. StoreError where it tells of no run.
     """
     from cs336_systems.training import checkpoints
 
@@ -71,7 +71,7 @@ def expected(config: TrainingConfig) -> dict[str, str]:
     from cs336_systems.training import checkpoints
 
     for path in [Path(asked)] if asked not in ("no", "auto") else reversed(checkpoints.found(folder)):
-        with contextlib.suppress(outputs.FileError):  # the one before it is gone on from
+        with contextlib.suppress(StoreError):  # the one before it is gone on from
             data = checkpoints.told(path)["data"]
             kept = (checkpoints.TOKENIZER,) if config.checkpoints.resume_changed else data
             return {name: data[name] for name in kept if name in data}

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from typing import Any
 from tqdm import tqdm
 
 from cs336_systems.store.files import naming
-from cs336_systems.store.machine import cpu_cores
+from cs336_systems.store.machine import cpu_cores, has_module
 from cs336_systems.store.pool import Pool
 from cs336_systems.training import documents, outputs
 from cs336_systems.training.config import READY, Text
@@ -92,8 +92,7 @@ def prepare(
     kind = config.source if config.source in known else "files"
     inputs, write = known.get(kind, _files)(config)
     made_from = {"source": kind, "train_mb": config.train_mb, "valid_mb": config.valid_mb, "inputs": inputs}
-    if kind != "tinystories":
-        made_from["seed"] = config.seed
+    made_from |= {"seed": config.seed}
     if config.cache:
         digest = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
         folder = Path(config.cache) / f"{kind}-{digest[:12]}"
@@ -148,25 +147,17 @@ def _tinystories(config: Text) -> _Source:
 
 def _fetched(name: str) -> Path:
     """A file in the hub's own cache, downloaded if need be."""
-    try:
-        import huggingface_hub
+    if not has_module("huggingface_hub"):
+        raise ValueError("text.source='tinystories' needs huggingface_hub: pip install 'cs336-systems[hub]'")
+    import huggingface_hub
 
+    advice = "; --source FILE takes a text that is here"
+    with outputs.in_a_line(f"text.source='tinystories': {name} cannot be fetched", advice):
         return Path(huggingface_hub.hf_hub_download(REPOSITORY, name, repo_type="dataset"))
-    except Exception as error:  # of the network, of HTTP, of the disk: its client's own types among them
-        why = str(error).strip().split("\n")[0] or type(error).__name__
-        if isinstance(error, ImportError):
-            why = "it needs huggingface_hub, pip install 'cs336-systems[hub]'"
-        raise ValueError(
-            f"text.source='tinystories': {name} cannot be fetched: {why}; --source FILE takes a text that is here"
-        ) from error
 
 
 def _files(config: Text) -> _Source:
-    found = {"source": _found("text.source", config.source)}
-    if config.valid:
-        found["valid"] = _found("text.valid", config.valid)
-        learned = {sha256 for _, _, sha256 in found["source"]}
-        _hold_out(config, [name for name, _, sha256 in found["valid"] if sha256 in learned])
+    found = _named(config)
     inputs = {key: [[name, sha256] for name, _, sha256 in some] for key, some in found.items()}
 
     def write(new: Path) -> dict[str, dict[str, Any]]:
@@ -178,13 +169,18 @@ def _files(config: Text) -> _Source:
     return inputs | {"field": config.field}, write
 
 
-def _hold_out(config: Text, both: Sequence[str]) -> None:
-    """ValueError for files, by name, that are to be learned from and held out."""
-    if both:
+def _named(config: Text) -> dict[str, list[tuple[str, Path, str]]]:
+    """What is `_found` of the source, and of what is held out if it is named; ValueError for a file that is both."""
+    found = {"source": _found("text.source", config.source)}
+    if config.valid:
+        found["valid"] = _found("text.valid", config.valid)
+    learned = {sha256 for _, _, sha256 in found["source"]}
+    if both := [name for name, _, sha256 in found.get("valid", ()) if sha256 in learned]:
         raise ValueError(
             f"text.valid={config.valid!r} holds {both[0]}, which text.source={config.source!r} has, too: what is held "
             "out must not be learned from"
         )
+    return found
 
 
 def _copied(
@@ -217,15 +213,13 @@ def _found(key: str, told: str) -> list[tuple[str, Path, str]]:
 
 
 def _ready(config: Text) -> list[Split]:
-    splits = []
-    for key, mb in (("source", config.train_mb), ("valid", config.valid_mb)):
-        path = Path(told := getattr(config, key)).expanduser()
-        if path.suffix not in READY or not path.is_file():
+    for key, told in (("source", config.source), ("valid", config.valid)):
+        if (path := Path(told).expanduser()).suffix not in READY or not path.is_file():
             raise ValueError(
                 f"text.{key}={told!r}; ready tokens are two files, text.source and text.valid: .npy or .bin"
             )
-        size = min(path.stat().st_size, mb * _MB or float("inf"))
-        splits.append(Split(path, 0, int(size), outputs.sha256(path)))
-    train, valid = splits
-    _hold_out(config, [valid.path.name] * (train.sha256 == valid.sha256))
-    return splits
+    limits = (mb * _MB or float("inf") for mb in (config.train_mb, config.valid_mb))
+    return [
+        Split(path, 0, int(min(path.stat().st_size, limit)), sha256)
+        for [(_, path, sha256)], limit in zip(_named(config).values(), limits, strict=True)
+    ]

@@ -125,11 +125,8 @@ def load_tokenizer(path: Path, separator: str = "") -> Tokenizer:
     `tokenizer.encode(text, add_special_tokens=False).ids`, `tokenizer.decode(ids)`. separator: its token after each
     document; "": as `end_of_text` finds it. ValueError that names the file where it is none, or has no such token.
     """
-    try:
+    with outputs.in_a_line(f"tokenizer.path={str(path)!r} is no tokenizer.json"):
         tokenizer = Tokenizer.from_str(content(path).decode())
-    except Exception as error:  # the package raises nothing more exact
-        why = getattr(error, "strerror", None) or str(error).split("\n")[0]
-        raise ValueError(f"tokenizer.path={str(path)!r} is no tokenizer.json: {why}") from None
     if end_of_text(tokenizer, separator) is None:
         special = [token.content for token in tokenizer.get_added_tokens_decoder().values()][:8]
         raise ValueError(
