@@ -108,6 +108,9 @@ def test_another_run_is_not_overwritten(tmp_path):
     said = []
     longer = pipeline.train(made(tmp_path, schedule__steps=8, checkpoints__resume="auto"), said.append)
     assert longer["step"] == 8 and any("going on from" in line for line in said)
+    assert not any("training: none" in line for line in said)
+    passed = pipeline.train(made(tmp_path, schedule__steps=7, checkpoints__resume="auto"), said.append)
+    assert passed["step"] == 8 and any("training: none" in line and "7 steps" in line for line in said)
 
 
 def test_nothing_newer_is_left_behind_or_written_over(tmp_path):

@@ -19,7 +19,7 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from cs336_systems.model import staff_state_dict
 from cs336_systems.store.files import StoreError
 from cs336_systems.training import config, outputs
 from cs336_systems.training.config import TrainingConfig
-from cs336_systems.training.outputs import reading
+from cs336_systems.training.outputs import Say, reading, silent
 
 _NAME = re.compile(r"step-(\d{8,})")
 _FILES = ("model.safetensors", "optimizer.pt", "state.pt")
@@ -74,12 +74,11 @@ def save(
         outputs.sync(folder)
     except (OSError, RuntimeError, safetensors.SafetensorError) as error:
         cause = error.__context__ if isinstance(error, RuntimeError) else error  # torch's own, on a full disk
-        if isinstance(error, RuntimeError) and not isinstance(cause, OSError):
-            raise
         if code := re.search(r"os error (\d+)", str(cause)):  # as safetensors tells it
             cause = OSError(int(code[1]), os.strerror(int(code[1])))
-        why = getattr(cause, "strerror", None) or cause
-        raise StoreError(f"cannot write {final}: {why}{_instead(folder)}") from cause
+        if not isinstance(cause, OSError):
+            raise
+        raise StoreError(f"cannot write {final}: {cause.strerror or cause}{_instead(folder)}") from cause
 
 
 # ----------------------------------------------------------------------------------------------------- which there are
@@ -89,9 +88,7 @@ def found(folder: Path) -> list[Path]:
     return sorted(named, key=step_of)
 
 
-def newest_sound(
-    folder: Path, but: Path | None = None, say: Callable[[str], Any] = lambda why: None
-) -> Path | None:
+def newest_sound(folder: Path, but: Path | None = None, say: Say = silent) -> Path | None:
     """The newest sound checkpoint other than `but`; `say` gets why newer ones are none."""
     for path in (one for one in reversed(found(folder)) if one != but):
         try:

@@ -14,7 +14,7 @@ nat of the text's entropy (chapter `training`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from cs336_systems.accounting import model_flops, num_parameters, peaks
 from cs336_systems.store.machine import cpu_cores, gpu_names
 from cs336_systems.training.config import LENGTHS, MODEL_SIZES, TrainingConfig, load
 from cs336_systems.training.forecast import memory_bytes, ranks_of
+from cs336_systems.training.outputs import Say
 
 CONTEXTS = (2048, 1024, 512, 256, 128)  # the first one with bf16 alone: slower GPUs were not tried there
 STEP_TOKENS = 2**15  # of all GPUs together
@@ -62,7 +63,7 @@ def here(device: str = "auto", ranks: int = 1) -> Machine:
     return Machine(gib, dtype, tflops, len(names))
 
 
-def settled(told: Mapping[str, Any], say: Callable[[str], None]) -> TrainingConfig:
+def settled(told: Mapping[str, Any], say: Say) -> TrainingConfig:
     """The configuration of a command line alone, told by "section.key": that of a run to go on with, else what `chosen`
     adds; `say` gets a line, or the three of `about`. ValueError as `load` and `chosen`."""
     asked = load(None, told)

@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from cs336_systems.store.files import naming
-from cs336_systems.store.files import opened as regular
+from cs336_systems.store import files
 
 END_OF_TEXT = "<|endoftext|>"
 END = f"\n{END_OF_TEXT}\n".encode()
@@ -33,7 +32,7 @@ Document = memoryview  # into a file, mostly
 
 def opened(path: Path) -> mmap.mmap:
     """A file's content; ValueError that names it where it has none, cannot be read or is not UTF-8."""
-    with naming("read", path), regular(path) as file:
+    with files.naming("read", path), files.opened(path) as file:
         if not path.stat().st_size:
             raise ValueError(f"{path} is empty")
         try:

@@ -22,6 +22,7 @@ from tokenizers.processors import TemplateProcessing
 
 from cs336_systems.store import files
 from cs336_systems.training import pipeline
+from cs336_systems.training.outputs import Say
 
 _NAMES = {
     "token_embeddings": "model.embed_tokens", "ln_final": "model.norm", "lm_head": "lm_head",
@@ -32,7 +33,7 @@ _NAMES = {
 }  # fmt: skip
 
 
-def export(place: Path, folder: Path, say: pipeline.Say = print) -> list[Path]:
+def export(place: Path, folder: Path, say: Say = print) -> list[Path]:
     """Writes config.json, generation_config.json, model.safetensors, tokenizer.json and tokenizer_config.json.
 
     place, say: as of `pipeline.trained`. Errors: its own; ValueError for the folder of a run or a checkpoint, which has

@@ -52,10 +52,10 @@ def memory_bytes(config: TrainingConfig, dtype: str, device: str, world_size: in
     return sum(alive.values()) + masks + lent
 
 
-def check_fits(config: TrainingConfig, vocab_size: int = 257) -> None:
-    """Refuses, as a ValueError, what `for_ranks`, `check_trackers`, `modes.device_of` and `modes.check_compile` do,
-    attention that is not there, and what finds no room on a CPU: `memory_bytes` of all ranks here, with so many tokens
-    in the vocabulary. (A GPU says so itself.)"""
+def check_fits(config: TrainingConfig, vocab_size: int = 257) -> tuple[str, str, int]:
+    """Device, dtype and `memory_bytes` of a rank, with so many tokens in the vocabulary. Refuses, as a ValueError, what
+    `for_ranks`, `check_trackers`, `modes.device_of` and `modes.check_compile` do, attention that is not there, and what
+    finds no room on a CPU with all ranks that are here. (A GPU says so itself.)"""
     from cs336_systems.training import modes
 
     ranks, ranks_here = ranks_of(config)
@@ -65,18 +65,17 @@ def check_fits(config: TrainingConfig, vocab_size: int = 257) -> None:
     modes.check_compile(config.run.compile, device)
     if (name := config.model.attention) != "auto" and (reason := availability()[name]):
         raise ValueError(f"model.attention={name!r} is unavailable: {reason}")
-    if device != "cpu" or (free := free_memory_bytes("cpu")) is None:
-        return
     # not by `load`: a tokenizer that was given may have fewer tokens than one that is trained
     config = replace(config, tokenizer=replace(config.tokenizer, vocab_size=vocab_size))
     dtype = modes.dtype_of(config.run.dtype, device)
-    needed = ranks_here * memory_bytes(config, dtype, device, ranks)
-    if needed > free:
+    needed, free = memory_bytes(config, dtype, device, ranks), free_memory_bytes("cpu")
+    if device == "cpu" and free is not None and ranks_here * needed > free:
         raise ValueError(
             f"model.size={config.model.size!r} and batch.sequences={config.batch.sequences} need "
-            f"{needed / 2**30:,.1f} GiB of memory; {free / 2**30:.1f} GiB are free: fewer sequences, or more "
-            "batch.accumulate, need less"
+            f"{ranks_here * needed / 2**30:,.1f} GiB of memory; {free / 2**30:.1f} GiB are free: fewer sequences, or "
+            "more batch.accumulate, need less"
         )
+    return device, dtype, needed
 
 
 def forecast(config: TrainingConfig) -> Iterator[str]:
@@ -86,14 +85,10 @@ def forecast(config: TrainingConfig) -> Iterator[str]:
     """
     import torch
 
-    from cs336_systems.training import modes
-
-    check_fits(config, config.tokenizer.vocab_size)
-    device, (ranks, _) = modes.device_of(config.run.device), ranks_of(config)
-    dtype, sizes = modes.dtype_of(config.run.dtype, device), config.model.sizes(config.tokenizer.vocab_size)
+    device, dtype, needed = check_fits(config, config.tokenizer.vocab_size)
+    (ranks, _), sizes = ranks_of(config), config.model.sizes(config.tokenizer.vocab_size)
     yield json.dumps(config.to_dict(), indent=1)
     yield f"model: {num_parameters(sizes) / 1e6:.1f} M parameters, on {device} in {dtype}"
-    needed = memory_bytes(config, dtype, device, ranks)
     line = f"memory at the peak of a step, per rank: {needed / 2**30:.2f} GiB of tensors"
     if device == "cuda":
         there = torch.cuda.get_device_properties(0).total_memory

@@ -21,13 +21,15 @@ from typing import Any
 
 from cs336_systems.store.files import StoreError, alone, content, naming, opened
 
+Say = Callable[[str], None]  # is told a line
+silent: Say = lambda line: None
 ANEW = "; remove it to make anew what it tells of"  # of a stage's record that is damaged
 _FORMAT = 1  # of the files that stages write: what has another is made anew
 
 
 def stage(
     folder: Path, name: str, made_from: Mapping[str, Any], make: Callable[[Path], Mapping[str, Any]],
-    log: Callable[[str], None], expected: Mapping[str, str] = {},
+    log: Say, expected: Mapping[str, str] = {},
 ) -> dict[str, Any]:  # fmt: skip
     """What `<name>.json` in `folder` says, after the files it speaks of were found there, or made.
 

@@ -13,13 +13,14 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.store import files
 from cs336_systems.training import batches, forecast, outputs, resuming, text, tokens
 from cs336_systems.training.config import Generation, TrainingConfig, load
+from cs336_systems.training.outputs import Say, silent
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from cs336_systems.launch.group import Rank
     from cs336_systems.model import TransformerLM
 
-Say = Callable[[str], None]
-_silent: Say = lambda line: None
 _FOREVER_S = 1e8  # three years: a run ends by its schedule
 
 
@@ -66,7 +65,7 @@ def train(config: TrainingConfig, say: Say = print) -> dict[str, Any]:
                 result = _on_ranks(config, start, say)
             elif not result:
                 result = on_a_rank(rank, config.to_dict(), start)
-        return _finish(config, result, say) if leads else result
+        return _finish(config, start, result, say) if leads else result
 
 
 def _begin(config: TrainingConfig, say: Say, held: contextlib.ExitStack) -> list[Any]:
@@ -122,7 +121,7 @@ def on_a_rank(rank: Rank | None, config: dict[str, Any], start: str) -> dict[str
     from cs336_systems.training.loop import Trainer
 
     made = load(None, config)
-    trainer = Trainer(made, prepare(made, _silent), rank, resumed=bool(start))
+    trainer = Trainer(made, prepare(made, silent), rank, resumed=bool(start))
     if start:
         trainer.resume(Path(start))
     return trainer.run()
@@ -172,7 +171,7 @@ def _where_to_start(config: TrainingConfig, say: Say) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------ after training
-def _finish(config: TrainingConfig, result: dict[str, Any], say: Say) -> dict[str, Any]:
+def _finish(config: TrainingConfig, start: str, result: dict[str, Any], say: Say) -> dict[str, Any]:
     """Keeps the result, draws the losses, writes the samples."""
     from cs336_systems.training.checkpoints import TOKENIZER
     from cs336_systems.training.log import picture
@@ -185,6 +184,9 @@ def _finish(config: TrainingConfig, result: dict[str, Any], say: Say) -> dict[st
     if result["stopped"]:
         say(f"stopped after step {result['step']}; --resume auto goes on from {result['checkpoint']}")
         return result
+    kind, length = config.schedule.length
+    if start and Path(start).name == Path(result["checkpoint"]).name:
+        say(f"training: none, {start} has its {length:g} {kind} already")
     line = f"held out: {result['valid_loss']:.4f} nats a token"
     line += f", {result['bits_per_byte']:.4f} bits a byte" if result["bits_per_byte"] else ""
     say(line + (f"; the text's entropy is {result['floor']:.4f}" if result["floor"] else ""))
@@ -198,7 +200,7 @@ def _finish(config: TrainingConfig, result: dict[str, Any], say: Say) -> dict[st
     return result
 
 
-def trained(place: Path, device: str = "auto", say: Say = _silent) -> tuple[TransformerLM, Tokenizer, int]:
+def trained(place: Path, device: str = "auto", say: Say = silent) -> tuple[TransformerLM, Tokenizer, int]:
     """A trained model, its tokenizer, and the token after each document. `place`: a checkpoint, or a run's folder (its
     best checkpoint, or its newest sound one; `say` gets why newer ones are none).
 

@@ -34,6 +34,7 @@ from cs336_systems.store.machine import cpu_cores, has_module
 from cs336_systems.store.pool import Pool
 from cs336_systems.training import documents, outputs
 from cs336_systems.training.config import READY, Text
+from cs336_systems.training.outputs import Say
 
 REPOSITORY = "roneneldan/TinyStories"
 _HUB_FILES = {"train": "TinyStoriesV2-GPT4-train.txt", "valid": "TinyStoriesV2-GPT4-valid.txt"}
@@ -64,14 +65,12 @@ class TextInfo:
     valid: Split
 
 
-# Of a source: the inputs that the text depends on, and what writes train.txt and valid.txt into a folder and says for
-# both how many documents and bytes they are.
-_Source = tuple[Any, Callable[[Path], dict[str, dict[str, Any]]]]
+_Splits = dict[str, dict[str, Any]]  # of train and valid how many documents and bytes they are
+# Of a source: the inputs that the text depends on, and what writes train.txt and valid.txt into a folder.
+_Source = tuple[Any, Callable[[Path], _Splits]]
 
 
-def prepare(
-    config: Text, folder: Path, log: Callable[[str], None] = print, expected: Mapping[str, str] = {}
-) -> TextInfo:
+def prepare(config: Text, folder: Path, log: Say = print, expected: Mapping[str, str] = {}) -> TextInfo:
     """The text that `config` asks for: taken from `folder`, or from one of its own in `config.cache`, or made there.
 
     expected: as for `outputs.stage`. ValueError for a source that does not exist, is empty, cannot be read or fetched,
@@ -91,8 +90,8 @@ def prepare(
         return TextInfo("tokens", config.seed, *_ready(config))
     kind = config.source if config.source in known else "files"
     inputs, write = known.get(kind, _files)(config)
-    made_from = {"source": kind, "train_mb": config.train_mb, "valid_mb": config.valid_mb, "inputs": inputs}
-    made_from |= {"seed": config.seed}
+    sizes = {"train_mb": config.train_mb, "valid_mb": config.valid_mb}
+    made_from = {"source": kind, **sizes, "inputs": inputs, "seed": config.seed}
     if config.cache:
         digest = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
         folder = Path(config.cache) / f"{kind}-{digest[:12]}"
@@ -118,7 +117,7 @@ def prepare(
 def _stories(config: Text) -> _Source:
     from cs336_systems.training import stories
 
-    def write(new: Path) -> dict[str, dict[str, Any]]:
+    def write(new: Path) -> _Splits:
         splits, workers = {}, cpu_cores()
         for name, start, mb in (("train", 0, config.train_mb), ("valid", _VALID_FROM, config.valid_mb)):
             count, size, nats, limit = 0, 0, 0.0, max(1, round(mb * _MB))
@@ -160,7 +159,7 @@ def _files(config: Text) -> _Source:
     found = _named(config)
     inputs = {key: [[name, sha256] for name, _, sha256 in some] for key, some in found.items()}
 
-    def write(new: Path) -> dict[str, dict[str, Any]]:
+    def write(new: Path) -> _Splits:
         corpora = [documents.Corpus([path for _, path, _ in some], config.field) for some in found.values()]
         if not config.valid:
             corpora = documents.held_out(*corpora, config.valid_mb * _MB, config.seed)
@@ -183,9 +182,7 @@ def _named(config: Text) -> dict[str, list[tuple[str, Path, str]]]:
     return found
 
 
-def _copied(
-    config: Text, corpora: Iterable[Iterable[documents.Document]], new: Path
-) -> dict[str, dict[str, Any]]:
+def _copied(config: Text, corpora: Iterable[Iterable[documents.Document]], new: Path) -> _Splits:
     """Documents to learn from and held-out ones, up to the limits."""
     limits, splits = {"train": config.train_mb * _MB or float("inf"), "valid": config.valid_mb * _MB}, {}
     for (name, limit), told in zip(limits.items(), corpora, strict=True):
