@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import math
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
@@ -103,9 +102,6 @@ class RunLog:
 @contextlib.contextmanager
 def recording(out: Path, count: int) -> Iterator[Callable[[], None]]:
     """What to call after each step, for a trace of `count` steps after the tenth: trace.json.gz in `out`."""
-    if not count:
-        yield lambda: None
-        return
     from torch.profiler import profile, schedule
 
     plan = schedule(skip_first=10, wait=0, warmup=1, active=count, repeat=1)
@@ -130,20 +126,19 @@ def read(file: Path) -> list[dict[str, str]]:
     return rows
 
 
-def picture(out: Path, floor: float | None = None) -> Path:
+def picture(out: Path, floor: float | None = None) -> None:
     """Draws loss.svg beside log.csv: training and validation loss by tokens, and the text's entropy if it is known."""
     from matplotlib.figure import Figure
 
-    lines, path = read(out / "log.csv"), out / "loss.svg"
+    lines = read(out / "log.csv")
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     ax = figure.add_subplot()
     for name, label, style in (("loss", "training", "-"), ("valid_loss", "held out", "o-")):
         told = [line for line in lines if line[name]]
         x, y = [int(line["tokens"]) for line in told], [float(line[name]) for line in told]
         ax.plot(x, y, style, markersize=4, linewidth=1.2, label=label)
-    if floor is not None and math.isfinite(floor):
+    if floor is not None:
         ax.axhline(floor, color="#222222", linestyle="--", linewidth=1, label="entropy of the text")
     ax.set(xlabel="training tokens", ylabel="loss, nats a token")
     ax.legend(frameon=False)
-    figure.savefig(path, metadata={"Date": None})
-    return path
+    figure.savefig(out / "loss.svg", metadata={"Date": None})

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -235,18 +235,14 @@ class Trainer:
     # -------------------------------------------------------------------------------------------------------- the run
     def run(self) -> dict[str, Any]:
         """Trains to the end, or until it is asked to stop; what came of it, as JSON has it."""
-        out, log, valid = self.out, None, None
-        if self.number == 0:
-            out.mkdir(parents=True, exist_ok=True)
-            log = RunLog(self.config, self.step, self.total)
-        try:
-            count = 0 if self.number else self.config.run.profile
-            with on_sigterm(self._ask_to_stop), recording(out, count) as traced:
-                valid = self._steps(log, traced)
-        finally:
-            if log:
-                log.close()
-                (out / STOP).unlink(missing_ok=True)  # it was for this run
+        leads = self.number == 0
+        told = closing(RunLog(self.config, self.step, self.total)) if leads else nullcontext()
+        count = self.config.run.profile if leads else 0
+        traces = recording(self.out, count) if count else nullcontext(lambda: None)
+        with told as log, on_sigterm(self._ask_to_stop), traces as traced:
+            valid = self._steps(log, traced)
+        if leads:
+            (self.out / STOP).unlink(missing_ok=True)  # it was for this run
         return {
             "step": self.step, "tokens": self.step * self.step_tokens, "valid_loss": valid,
             "seconds": self.clock.seconds, "bits_per_byte": self.bits_per_byte(valid), "floor": self.data.floor,

@@ -21,20 +21,18 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from tokenizers import Encoding, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
 from cs336_systems.store.files import content
+from cs336_systems.training import config as configuration
 from cs336_systems.training import documents, outputs
 from cs336_systems.training.batches import Data
 from cs336_systems.training.documents import END_OF_TEXT
 from cs336_systems.training.text import Split, TextInfo
-
-if TYPE_CHECKING:
-    from cs336_systems.training import config as configuration
 
 _LEARN_FROM = 100 * 10**6  # bytes: BPE learns no better from more
 _DRAW = 2**22  # tokens at a time
