@@ -69,6 +69,21 @@ def test_what_is_chosen_goes_with_what_is_told():
     assert made(small).batch.accumulate > 1
 
 
+def test_a_batch_that_is_told_gets_the_longest_context_at_which_it_fits():
+    assert made(H200, batch__sequences=16).model.context_length == 2048
+    many = made(H200, batch__sequences=128)
+    context, longer = many.model.context_length, 2 * many.model.context_length
+    assert 256 < context < 2048, "memory decides"
+    fits = lambda n: defaults.most_sequences(
+        {"model.size": "small", "model.context_length": n}, H200.gib, "bf16"
+    )
+    assert fits(longer) < 128 <= fits(context)
+    assert made(H200, batch__sequences=128, batch__accumulate=8).model.context_length == 2048  # 16 at a time
+    assert made(T4, batch__sequences=2**12).model.context_length == 256, (
+        "the configuration's, where none is known to fit"
+    )
+
+
 def test_there_is_text_for_one_epoch():
     """At the throughput that an H100 has reached with this model, and on twice as many GPUs."""
     for ranks in (1, 2):

@@ -132,6 +132,11 @@ def _on_gpus(asked: TrainingConfig, machine: Machine, told: Mapping[str, Any]) -
         # a rank's kernels take less time than the host to launch them; graphs keep their memory to themselves
         if choice["run.compile"] == "whole" and ranks > 1 == parts and 2 * at_once <= fits:
             choice["run.compile"] = "graphs"
+    elif "model.context_length" not in told:  # the longest at which so many fit
+        of_rank, known = asked.batch.sequences / (ranks * asked.batch.accumulate), {**choice, **told}
+        fits = lambda n: most_sequences({**known, "model.context_length": n}, machine.gib, dtype, ranks)
+        able = (n for n in CONTEXTS[dtype != "bf16" :] if fits(n) >= of_rank)
+        choice["model.context_length"] = next(able, asked.model.context_length)
     return choice
 
 
