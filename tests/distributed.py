@@ -157,7 +157,7 @@ def forked() -> Iterator[None]:
 
 
 def _started(command: Sequence[str], **options: Any) -> Any:
-    own = command[0] == sys.executable
+    own = command[0] == sys.executable and "pass_fds" not in options  # which the forking server does not have
     return Forked(command[1:], **options) if own else subprocess.Popen(command, **options)
 
 
