@@ -209,9 +209,8 @@ class Chapter:
         if self._frame is None:
             several = [self._read(machine) for machine in self.machines or [""]]
             whole = self._without_gaps_filled_elsewhere(pd.concat(several, ignore_index=True))
-            self._frame = (
-                whole.copy()
-            )  # its columns side by side in memory: rows are taken out of it by the thousand
+            # one block of memory for columns of a type: rows are taken out of it by the thousand
+            self._frame = whole.copy()
         return chosen(self._frame, **where).reset_index(drop=True)
 
     def measured(self, **where: Any) -> pd.DataFrame:
