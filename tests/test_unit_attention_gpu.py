@@ -6,7 +6,7 @@ pytest -m gpu tests/test_unit_attention_gpu.py --record-gpu-tests
 
 import pytest
 import torch
-from attention_checks import captured, check, check_batched_gradients, fresh, gpu, relative, run
+from attention_checks import FLOOR, captured, check, check_batched_gradients, fresh, gpu, relative, run
 
 from cs336_systems.attention import attention, availability
 from cs336_systems.attention.available import hopper_reason
@@ -103,20 +103,22 @@ def test_few_queries_and_many_keys(impl, dtype, head_dim, lengths):
 @pytest.mark.parametrize(("heads", "of_keys"), [(6, 3), (7, 1)], ids=name)
 @kernels([case for case in OWN if case[0] == "flash_triton"])
 def test_grouped_queries(impl, dtype, heads, of_keys, head_dim, is_causal):
+    # dK and dV are sums over a group's queries, and tensor cores cut off the last bits of what they add
+    floor = 2 * FLOOR[dtype]
     for n, m in ((333, 517), (1100, 1100), (1, 3000), (600, 40)):
         q, k, v = (
             gpu(2, heads, n, head_dim, dtype=dtype),
             *(gpu(2, of_keys, m, head_dim, dtype=dtype) for _ in "kv"),
         )
-        check(impl, q, k, v, is_causal)
+        check(impl, q, k, v, is_causal, floor=floor)
     q = gpu(2, 300, heads, head_dim, dtype=dtype).transpose(1, 2)
     k = gpu(1, of_keys, 300, 2 * head_dim, dtype=dtype)[..., ::2].expand(2, of_keys, 300, head_dim)
-    check(impl, q, k, gpu(2, of_keys, head_dim, 300, dtype=dtype).transpose(2, 3), is_causal)
+    check(impl, q, k, gpu(2, of_keys, head_dim, 300, dtype=dtype).transpose(2, 3), is_causal, floor=floor)
 
 
 @impls("flash_triton")
 def test_keys_of_a_group_are_not_copied(impl):
-    """Nor are dK and dV, where there are keys enough for all multiprocessors."""
+    """Nor are dK and dV, but for Hopper, where each head of queries has its own, which are then added up."""
     q, k, v = (gpu(17, heads, 4096, 64, dtype=BF16) for heads in (8, 1, 1))
     attention(q, k, v, True, impl, enable_gqa=True).sum().backward()  # compiles
     q.grad = k.grad = v.grad = None
@@ -130,10 +132,11 @@ def test_keys_of_a_group_are_not_copied(impl):
 
     o, forward = allocated(lambda: attention(q, k, v, True, impl, enable_gqa=True))
     _, backward = allocated(o.sum().backward)
-    # dQ, dK, dV and a number or two a query; for Hopper dQ in fp32 as well, and a tile of dO for each head
-    of_hopper = 2 * size + 17 * 8 * 64 * 64 * 2 if hopper_reason() is None else 0
-    assert forward <= size + rows + 2**16
-    assert backward <= size + 2 * 2 * k.numel() + 2 * rows + of_hopper + 2**16
+    # dQ, dK, dV and a number or two a query; for Hopper dQ in fp32, dK and dV of all heads and a tile of dO for each
+    of_hopper = 4 * size + 17 * 8 * 64 * 64 * 2 if hopper_reason() is None else 0
+    unused = 2**20  # up to which torch's allocator gives a large block whole
+    assert forward <= size + rows + 2 * unused
+    assert backward <= size + 2 * 2 * k.numel() + 2 * rows + of_hopper + 4 * unused
 
 
 @kernels(OWN)
