@@ -222,7 +222,7 @@ def test_two_steps_are_a_differentiable_attention(compiled):
 def _compile(name, dtype):
     from cs336_systems.ladder.resources import compile_step
 
-    return compile_step(steps.STEPS[name], 64, 90, dtype)
+    return compile_step(steps.STEPS[name], dtype)
 
 
 @pytest.mark.versions
@@ -232,7 +232,7 @@ def test_every_step_compiles_for_hopper_without_spilling(step):
     found = compiler().submit(_compile, step.name, "bf16").result()
     assert found
     for kernel in found:
-        assert kernel.spill_bytes == 0 or step.may_spill, f"{kernel.kernel} spills {kernel.spill_bytes} bytes"
+        assert kernel.spill_bytes == 0 or step.may_spill, f"spills {kernel.spill_bytes} bytes"
         assert kernel.registers <= 255 and kernel.registers * kernel.num_threads <= 65536
         assert kernel.shared_bytes <= SHARED_MEMORY_KIB[90] * 1024
         assert "wgmma.mma_async" in kernel.ptx
@@ -244,22 +244,14 @@ def test_every_step_compiles_for_hopper_without_spilling(step):
             SHARED_MEMORY_KIB[90] * 1024 // (kernel.shared_bytes + 1024),
         )
         # a few registers more or less from one version of the compiler to the next may change it by one
-        assert abs(fits - resident) <= 1, (
-            f"{kernel.kernel}: {fits} fit a multiprocessor, the step says {resident}"
-        )
-
-
-def _compile_for_hopper(name, dtype, is_causal):
-    from cs336_systems.ladder.resources import compile_hopper_step
-
-    return compile_hopper_step(steps.STEPS[name], dtype, is_causal=is_causal)
+        assert abs(fits - resident) <= 1, f"{fits} fit a multiprocessor, the step says {resident}"
 
 
 @pytest.mark.versions
 @pytest.mark.table
 @pytest.mark.parametrize("step", HOPPER, ids=lambda step: step.name)
 def test_steps_for_hopper_are_not_serialized(step):
-    compiled = compiler().submit(_compile_for_hopper, step.name, "bf16", True).result()
+    [compiled] = compiler().submit(_compile, step.name, "bf16").result()
     assert not compiled.serialized and not compiled.faults and compiled.register_operands
     assert compiled.spill_bytes <= 128 + more_spills()
 
@@ -302,13 +294,11 @@ def test_what_has_run_is_found_by_its_function():
 
 # ------------------------------------------------------------------------------------------------ data and predictions
 def test_steps_are_named_once_and_hang_together():
-    from cs336_systems.ladder.resources import compile_hopper_step, compile_step
+    from cs336_systems.ladder.resources import compile_step
 
-    with pytest.raises(ValueError, match="'f_production' runs kernels of"):
-        compile_step(steps.STEPS["f_production"])
-    for name in ("f_production", "f_hopper", "b_one_pass"):
-        with pytest.raises(ValueError, match=f"'{name}' configures no kernel for Hopper"):
-            compile_hopper_step(steps.STEPS[name])
+    for name in ("f_production", "f_hopper"):
+        with pytest.raises(ValueError, match=f"'{name}' configures no kernel"):
+            compile_step(steps.STEPS[name])
     for part in steps.PARTS:
         names = [step.name for step in steps.of_part(part)]
         for place, step in enumerate(steps.of_part(part)):

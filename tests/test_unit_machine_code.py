@@ -166,12 +166,13 @@ def test_a_product_to_which_no_path_leads_is_not_vouched_for():
 
 def _compile_with_a_barrier(used):
     """A kernel that draws a number, which triton passes from thread to thread in shared memory."""
+    import torch
     from barrier_kernel import draw
 
     from cs336_systems.attention.checks import aot
 
-    types = {"counter_ptr": "*i32", "out_ptr": "*i32"}
-    return aot.compile_gluon(draw, types, {"USED": used, "num_warps": 4}, {"num_warps": 4})
+    counter, out = torch.zeros(1).int(), torch.zeros(1).int()
+    return aot.compiled("draw", lambda: draw[(1,)](counter, out, USED=used, num_warps=4))
 
 
 @pytest.mark.versions

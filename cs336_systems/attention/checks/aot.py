@@ -2,24 +2,31 @@
 and reads what the compiler says.
 
 Used by the compile tests (does each frozen configuration fit its target?) and while tuning (registers and spills of a
-candidate). Nothing here runs a kernel.
+candidate). Nothing here runs a kernel: launchers are called as for a GPU, and at the launch itself the kernel is
+compiled instead, so for just the arguments that a launch has.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import re
+import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
-import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 from cs336_systems.attention.machine_code import disassemble, faults, overwritten_operands
-from cs336_systems.attention.triton.launch import FUSED, INPUT_PRECISION, KERNELS, options_of
+from cs336_systems.attention.triton import again
+from cs336_systems.attention.triton.launch import INPUT_PRECISION, KERNELS, First, launch
 from cs336_systems.attention.triton.tiles import Tiles
 
 if TYPE_CHECKING:
@@ -31,7 +38,8 @@ PRECISIONS = {
     "fp32": "fp32",
     "tf32": "tf32",
 }  # dtype → column of the tile table
-_TYPES = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "tf32": "fp32"}
+_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
+MULTIPROCESSORS = 132  # an H100's
 
 
 @dataclass(frozen=True)
@@ -53,63 +61,103 @@ class Compiled:
     register_operands: int = 0
 
 
+class _Gpu:
+    """In place of triton's driver: a GPU that nothing runs on. It has a new number whenever it is asked, so that
+    nothing has been compiled for it, and never that of a real one."""
+
+    numbers = itertools.count(-1, -1)
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return next(self.numbers)
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compiled(kernel: str, call: Callable[[], Any], capability: int = 90) -> Compiled:
+    """What the compiler says of the first kernel of this name that `call` would launch on a GPU of compute capability
+    10 · major + minor. The tensors lie on the CPU (`tensors`); other kernels are not compiled.
+
+    Raises triton's own errors where it does not compile for the target, LookupError where there is none of the name.
+    Which assembler, with which options, is for triton to choose, and differs between its versions; so it is asked for
+    the assembler's report, which it prints only where it finds nothing in its cache."""
+    out, found, run = io.StringIO(), [], JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if self.__name__ != kernel or found:
+            return types.SimpleNamespace(metadata=None)
+        with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(out):
+            knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
+            found.append(run(self, *args, grid=grid, warmup=True, **options))
+        return found[0]
+
+    properties = types.SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
+    with (
+        mock.patch.object(driver, "_active", _Gpu(capability)),
+        mock.patch.object(JITFunction, "run", compile_only),
+        mock.patch.object(torch.cuda, "get_device_properties", lambda device: properties),
+    ):
+        call()
+    again.forget()  # what was not launched
+    if not found:
+        raise LookupError(f"no kernel {kernel!r} is launched")
+    report, ptx, metadata = out.getvalue(), found[0].asm["ptx"], found[0].metadata
+    listing = disassemble(found[0].asm["cubin"]) if "wgmma" in ptx else ""
+    return Compiled(
+        int(re.search(r"Used (\d+) registers", report).group(1)),
+        sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", report)),
+        metadata.shared, 32 * metadata.num_warps, ptx, "wgmma.mma_async instructions are serialized" in report,
+        tuple(faults(listing, ptx)), overwritten_operands(listing)[0],
+    )  # fmt: skip
+
+
+def tensors(
+    dtype: str, head_dim: int, heads: tuple[int, int] = (2, 2), lengths: tuple[int, int] = (1024, 1024),
+    plain: bool = True,
+) -> list[torch.Tensor]:  # fmt: skip
+    """q, k, v, O and L of a pass, and dO, dQ, dK and dV: of `heads` and `lengths` of queries and of keys, never
+    written. `plain`: strides are multiples of 16, and columns lie next to each other."""
+    width = head_dim if plain else 3 * head_dim + 1
+
+    def like(which: int) -> torch.Tensor:
+        made = torch.empty(1, heads[which], lengths[which], width, dtype=_TYPES[dtype])
+        return made if plain else made[..., : 3 * head_dim : 3]
+
+    q, k, v, o, do, dq, dk, dv = map(like, (0, 1, 1, 0, 0, 0, 1, 1))
+    return [q, k, v, o, torch.empty(1, heads[0], lengths[0]), do, dq, dk, dv]
+
+
 def compile_kernel(
     kernel: str, capability: int, head_dim: int, dtype: str, tiles: Tiles, *, is_causal: bool = True, even: bool = True,
     expanded: int = 0, plain: bool = True, heads_per_kv: int = 1, window: bool = False, packed: bool = False,
     without: str | None = None,
 ) -> Compiled:  # fmt: skip
-    """Compiles `kernel` (one of tiles.KERNELS) for compute capability 10·major + minor.
+    """Compiles `kernel` (one of tiles.KERNELS).
 
-    `dtype`: bf16, fp16, fp32 (accurate to fp32) or tf32. `even`: lengths are multiples of the tiles. `plain`: strides
-    are multiples of 16, and columns lie next to each other. `window`, `packed`: queries see so many keys, or those of
-    their document. `without`: "dk" or "dv", where the kernel for keys makes the other one alone.
-    Raises triton's own errors where the kernel does not compile for the target.
+    `dtype`: bf16, fp16, fp32 (accurate to fp32) or tf32. `even`: lengths are multiples of the tiles. `expanded`: how
+    many of dO's last two axes have a stride of zero. `plain`: see `tensors`. `window`, `packed`: queries see so many
+    keys, or those of their document. `without`: "dk" or "dv", where the kernel for keys makes the other one alone.
     """
-    function = KERNELS[kernel]
-    constants = dict(
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=triton.next_power_of_2(head_dim), HEAD_DIM=head_dim,
-        IS_CAUSAL=is_causal, EVEN_M=even, EVEN_N=even, HEADS_PER_KV=heads_per_kv, EXPANDED=expanded,
-        PRECISION=INPUT_PRECISION[PRECISIONS[dtype]], SPLITS=1,
-    )  # fmt: skip
-    constants |= {} if window else {"window": None}
-    constants |= {} if packed else {"bounds_ptr": None}
-    constants |= {f"{without}_ptr": None} if without else {}
-    constants |= {name: 1 for name in function.arg_names if plain and name.endswith("_col")}
-    types = {name: f"*{_TYPES[dtype]}" for name in function.arg_names if name.endswith("_ptr")}
-    types |= {"l_ptr": "*fp32", "delta_ptr": "*fp32", "bounds_ptr": "*i32"}
-    aligned = ("stride_",) if plain else ()
-    return compile_source(ASTSource, function, types, constants, options_of(tiles), capability, aligned)
+    length = 1024 if even else 1001
+    q, k, v, o, logsumexp, do, *rest = tensors(
+        dtype, head_dim, (2 * heads_per_kv, 2), (length, length), plain
+    )
+    do = do[..., : 1 if expanded > 1 else length, : 1 if expanded else head_dim].expand(q.shape)
+    gradients = dict(zip(("do", "dq", "dk", "dv"), (do, *rest), strict=True)) if kernel != "forward" else {}
+    scratch = {"delta": (tuple(logsumexp.shape), torch.float32)} if gradients else {}
+    values = {f"{without}_ptr": None} if without else {}
 
+    def call() -> None:
+        first = First(q, k, v, o, logsumexp, is_causal, *_seen(window, packed, length), scratch, **gradients)
+        launch(first, kernel, tiles, PRECISION=INPUT_PRECISION[PRECISIONS[dtype]], **values)
 
-def compile_source(
-    source: Any, function: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, Any],
-    capability: int = 90, aligned: tuple[str, ...] = (),
-) -> Compiled:  # fmt: skip
-    """Compiles a kernel in Triton (source: ASTSource) or Gluon (GluonASTSource).
-
-    types, constants: of its arguments, by name, and perhaps of others. Those in neither are fp32 where they are called
-    scale, else integers. aligned: what numbers that are multiples of 16, as launches see them, begin with, besides
-    pointers."""
-    names = function.arg_names
-    constants = {name: value for name, value in constants.items() if name in names}
-    signature, attributes = {}, {}
-    for i, name in enumerate(names):
-        other = "fp32" if name in ("scale", "scale_log2") else "i32"
-        signature[name] = "constexpr" if name in constants else types.get(name, other)
-        if name not in constants and (name.endswith("_ptr") or name.startswith(aligned)):
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    places = {(names.index(name),): value for name, value in constants.items()}
-    return _compiled(source(function, signature, places, attributes), capability, options)
-
-
-def _compiled(source: ASTSource, capability: int, options: dict[str, Any]) -> Compiled:
-    compiled, registers, spills, serialized = compiled_and_reported(source, capability, options)
-    ptx, metadata = compiled.asm["ptx"], compiled.metadata
-    listing = disassemble(compiled.asm["cubin"]) if "wgmma" in ptx else ""
-    return Compiled(
-        registers, spills, metadata.shared, 32 * metadata.num_warps, ptx, serialized, tuple(faults(listing, ptx)),
-        overwritten_operands(listing)[0],
-    )  # fmt: skip
+    return compiled(KERNELS[kernel].__name__, call, capability)
 
 
 def compile_hopper_kernel(
@@ -119,78 +167,60 @@ def compile_hopper_kernel(
     """Compiles the `"forward"` or `"backward"` kernel of `hopper` for compute capability 9.0, or that of the backward
     pass of `"few"` queries. `config`: of this one, tiles of 64 queries; of the backward kernel None.
 
-    `dtype`: bf16 or fp16. `head_dim`: 64, 80, 96, 128, 160, 192 or 256, which others are padded to. zeroed: the
-    backward kernel finds zeros to add dQ to. persistent: a program of the forward kernel takes many tiles, where it
-    can. `window`, `packed`: queries see so many keys, or those of their document.
+    `dtype`: bf16 or fp16. zeroed: the backward kernel finds zeros to add dQ to. persistent: with a causal mask, a
+    program of the forward kernel takes many tiles, where it can. `window`, `packed`: queries see so many keys, or those
+    of their document.
     """
-    from cs336_systems.attention.hopper.backward import backward_keys_kernel
-    from cs336_systems.attention.hopper.backward_few import few_queries_kernel
-    from cs336_systems.attention.hopper.backward_wide import backward_wide_kernel
-    from cs336_systems.attention.hopper.configs import (
-        FEW_REGISTERS,
-        GROUP,
-        columns_of,
-        dq_tile,
-        padded,
-        piece_of,
-        rest_of,
-    )
-    from cs336_systems.attention.hopper.forward import forward_kernel
-    from cs336_systems.attention.hopper.forward_alone import alone_kernel
-    from cs336_systems.attention.hopper.forward_wide import wide_kernel
-    from cs336_systems.attention.hopper.launch import KEYS
+    from cs336_systems.attention.hopper import launch as hopper
 
-    columns, rest, head_dim = columns_of(head_dim), rest_of(head_dim), padded(head_dim)
-    constants = dict(
-        IS_CAUSAL=is_causal, D=head_dim, REST=rest, COLUMNS=columns, HEADS_PER_KV=1, DO_STEP=1, ZEROED=zeroed,
-        TILES=config, num_warps=4,
-    )  # fmt: skip
-    constants |= {} if window or packed else {"limit": None}
-    types = {"limit": "*i32"} if packed else {}
-    options = FUSED | {"num_warps": 4}
+    # of few keys for every multiprocessor; else of as many pairs of tiles as there are multiprocessors
+    heads, length = 2, 4096 if zeroed else 256
     if kernel == "forward":
-        function = wide_kernel if columns > 128 else alone_kernel if config.alone else forward_kernel
-        piece = piece_of(head_dim)
-        rows, keys = (described(dtype, 1, 1, n, piece) for n in (GROUP, config.block_n))
-        types |= dict(q_desc=rows, k_desc=keys, v_desc=keys, o_desc=rows, l_ptr="*fp32")
-        constants |= dict(
-            GROUPS=config.groups, BLOCK_N=config.block_n, STAGES=config.stages, OVERLAP=config.overlap, PIECE=piece,
-            PERSISTENT=persistent and config.can_persist(columns), HALVE=is_causal and config.halves,
-        )  # fmt: skip
-        if config.registers:
-            options["maxnreg"] = config.registers
-    else:
-        few, wide = kernel == "few", columns > 128
-        function = few_queries_kernel if few else backward_wide_kernel if wide else backward_keys_kernel
-        piece = GROUP if wide else head_dim
-        rows, keys = (described(dtype, 1, 1, n, piece) for n in (GROUP, GROUP if few or wide else KEYS))
-        types |= dict.fromkeys(("q_desc", "v_desc", "do_desc", "dk_desc", "dv_desc"), rows) | dict(
-            k_desc=keys, stats_desc=described("fp32", 1, GROUP, swizzled=False), sum_ptr="*fp32", counters_ptr="*i32",
-        )  # fmt: skip
-        if not wide:
-            types["dq_desc"] = described("fp32", 1, *dq_tile(rest, few), swizzled=False)
-        if few:
-            options["maxnreg"] = FEW_REGISTERS[head_dim][config - 1]
-    return compile_gluon(function, types, constants, options)
+        heads, length = (2 * MULTIPROCESSORS, 2 * 64 * config.groups) if persistent else (2, 1024)
+    few = length if kernel != "few" else 64 * config
+    made = tensors(dtype, head_dim, (heads, heads), (few, 512 if kernel == "few" else length))
+    seen = _seen(window, packed, length)
+
+    def forward() -> None:
+        hopper.first_forward(*made[:5], is_causal, config, *seen)
+
+    def backward() -> None:
+        hopper.first_backward(*made, is_causal, None, *seen)
+
+    if kernel == "forward":
+        name = "wide" if head_dim > 128 else "alone" if config.alone else "forward"
+        return compiled(f"{name}_kernel", forward)
+    name = "few_queries" if kernel == "few" else "backward_wide" if head_dim > 128 else "backward_keys"
+    return compiled(f"{name}_kernel", backward)
 
 
-def described(dtype: str, *block: int, swizzled: bool = True) -> str:
-    """The type, in a kernel's signature, of a tensor of bf16, fp16 or fp32 of which TMA copies such blocks."""
-    from cs336_systems.attention.hopper.tma import shared_layout
+def compile_split_kernel(
+    head_dim: int, tiles: Tiles | tuple[Tiles, Tiles], *, is_causal: bool = True, even: bool = True,
+    in_turns: bool = False,
+) -> Compiled:  # fmt: skip
+    """Compiles the forward kernel of `hopper.split`, or, from a pair of tiles, its backward kernel.
 
-    torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    return (
-        f"tensordesc<{dtype}[{', '.join(map(str, block))}],{shared_layout(block, torch_dtype, swizzled)!r}>"
-    )
+    For fp32 on compute capability 9.0; the pair: those of the queries' and of the keys' programs.
+    """
+    from cs336_systems.attention.hopper import split_launch
+
+    q, k, v, *rest = tensors("fp32", head_dim, lengths=(1024, 1024) if even else (1001, 1001))
+
+    def call() -> None:
+        if isinstance(tiles, Tiles):
+            split_launch.first_forward(q, k, v, *rest[:2], is_causal, tiles)
+        else:
+            split_launch.first_backward(q, k, v, *rest, is_causal, tiles)
+
+    name = "forward_kernel" if isinstance(tiles, Tiles) else "backward_kernel"
+    # programs are few by the number of multiprocessors
+    with mock.patch.object(split_launch, "_multiprocessors", lambda device: 10**6 if in_turns else 1):
+        return compiled(name, call)
 
 
-def compile_gluon(
-    function: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, Any]
-) -> Compiled:
-    """Compiles a kernel in Gluon for compute capability 9.0; see `compile_source`."""
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    return compile_source(GluonASTSource, function, types, constants, options)
+def _seen(window: bool, packed: bool, length: int) -> tuple[int | None, torch.Tensor | None]:
+    """A window, and where documents begin, as launchers take them."""
+    return 100 if window else None, torch.tensor([0, length // 2, length]).int() if packed else None
 
 
 def hopper_refused() -> str | None:
@@ -211,54 +241,3 @@ def hopper_refused() -> str | None:
             error = error.__cause__
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
     return None
-
-
-def compile_split_kernel(
-    head_dim: int, tiles: Tiles | tuple[Tiles, Tiles], *, is_causal: bool = True, even: bool = True,
-    in_turns: bool = False,
-) -> Compiled:  # fmt: skip
-    """Compiles the forward kernel of `hopper.split`, or, from a pair of tiles, its backward kernel.
-
-    For fp32 on compute capability 9.0; the pair: those of the queries' and of the keys' programs. `head_dim`: a power
-    of two of 16 to 128, to which the launchers pad.
-    """
-    from cs336_systems.attention.hopper import split
-
-    constants = dict(
-        D=head_dim, HEAD_DIM=head_dim, IS_CAUSAL=is_causal, EVEN_M=even, EVEN_N=even, HEADS_PER_KV=1, IN_TURNS=in_turns,
-    )  # fmt: skip
-    if isinstance(tiles, Tiles):
-        function, options, m, n = split.forward_kernel, tiles, tiles.block_m, tiles.block_n
-        constants |= dict(BLOCK_M=m, BLOCK_N=n)
-        rows = dict(q_desc=m, k_desc=n, v_desc=n)
-    else:
-        function, (by_query, options) = split.backward_kernel, tiles
-        m, n, key_m, key_n = by_query.block_m, by_query.block_n, options.block_m, options.block_n
-        constants |= dict(QUERY_M=m, QUERY_N=n, KEY_M=key_m, KEY_N=key_n)
-        rows = dict(q_desc=m, do_desc=m, k_step_desc=n, v_step_desc=n)
-        rows |= dict(k_desc=key_n, v_desc=key_n, q_step_desc=key_m, do_step_desc=key_m)
-    names = function.arg_names
-    constants |= {name: 1 for name in names if name.endswith("_col")}
-    types = {name: "*fp32" for name in names if name.endswith("_ptr")}
-    types |= {name: f"tensordesc<bf16[{n}, {head_dim}]>" for name, n in rows.items()}
-    return compile_source(
-        ASTSource, function, types, constants, options_of(options), aligned=("stride_", "padded")
-    )
-
-
-def compiled_and_reported(
-    source: ASTSource, capability: int, options: dict[str, Any]
-) -> tuple[Any, int, int, bool]:
-    """Triton's compiled kernel, and what its assembler says: registers per thread, spilled bytes, whether wgmma is
-    serialized (see `Compiled`). Which assembler, with which options, is for triton to choose, and differs between its
-    versions; so it is asked for the report, which it prints only where it finds nothing in its cache."""
-    from triton import knobs
-
-    out = io.StringIO()
-    with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(out):
-        knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    report = out.getvalue()
-    registers = int(re.search(r"Used (\d+) registers", report).group(1))
-    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", report))
-    return compiled, registers, spills, "wgmma.mma_async instructions are serialized" in report
