@@ -14,7 +14,7 @@ PRECISIONS = {"bf16": "half", "fp16": "half", "fp32": "fp32", "tf32": "tf32"}
 
 MAX_REGISTERS = 255  # a thread's
 # of all threads' stores and loads together: some registers, once, outside of the inner loop
-SPILL_BYTES = 256
+SPILL_BYTES = 320
 SPILL_BYTES_D256 = (
     2048  # fp32 with d = 256 (and d = 256 on Turing): the smallest tiles there are spill this much
 )
