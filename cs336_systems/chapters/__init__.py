@@ -93,11 +93,7 @@ def opened(name: str, namespace: Mapping[str, Any]) -> Chapter:
 
 
 # ------------------------------------------------------------------------------------------------ which cases
-def cases(experiment: Table, preset: str, **filters: Any) -> list[Any]:
-    """The cases of a table, by `selection.cases`, whose filters may be fields of its chapter's other tables."""
-    return selection.cases(of_chapter(experiment), experiment, preset, **filters)
-
-
 def cases_beyond(experiment: Table, preset: str, **given: Any) -> list[Any]:
-    """The same by `selection.cases_beyond`: beyond the grid what its `choices` allow."""
+    """The cases of a table, in its grid and beyond, by `selection.cases_beyond`; filters may be fields of its chapter's
+    other tables."""
     return selection.cases_beyond(of_chapter(experiment), experiment, preset, **given)
