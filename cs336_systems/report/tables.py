@@ -99,6 +99,12 @@ def spread(rows: pd.DataFrame, index: Sequence[str], heads: Mapping[str, Any]) -
     return pivot(pd.concat(sides, ignore_index=True), index, "_head", "_value")
 
 
+def looked_up(known: pd.DataFrame, column: str, rows: pd.DataFrame, keys: list[str]) -> np.ndarray:
+    """For each of the rows the column of the one of `known` whose keys are the same; NaN where there is none."""
+    found = known.set_index(keys)[column].astype(float)
+    return found.reindex(pd.MultiIndex.from_frame(rows[keys])).to_numpy()
+
+
 def first_machine(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of the first machine among them: what a figure shows of several."""
     return rows[rows["machine"].isin(rows["machine"].head(1))]

@@ -12,7 +12,6 @@ from cs336_systems import accounting
 from cs336_systems.chapters.checkpointing import measure as experiment
 from cs336_systems.chapters.checkpointing.measure import XL
 from cs336_systems.chapters.memory.show import tensors
-from cs336_systems.chapters.shared.rows import case_of
 from cs336_systems.measure.clocks.turns import each
 from cs336_systems.report import figures, tables
 from cs336_systems.sizes import size
@@ -38,7 +37,7 @@ def with_predictions(rows: pd.DataFrame) -> pd.DataFrame:
     columns = ["name", "predicted", "measured", "kept_mib", "change_mib", "gradients_mib"]
     lines = []
     for row in rows.to_dict("records"):
-        case = case_of(experiment.TABLE, row)
+        case = experiment.TABLE.case_of(row)
         kept = float(sum(count * num_bytes for _, count, num_bytes in told(row["kept"])))
         device = "cpu" if row["machine"].startswith("cpu-") else "cuda"
         changes = each(row["backward_bytes_each"])

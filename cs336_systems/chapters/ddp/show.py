@@ -13,10 +13,9 @@ from matplotlib.figure import Figure
 from cs336_systems import chapters
 from cs336_systems.chapters.ddp import accounting as closed
 from cs336_systems.chapters.ddp.measure import ALONE, PHASES, overlap_path
-from cs336_systems.chapters.shared.rows import looked_up
 from cs336_systems.chapters.shared.timelines import COLORS, kept, timelines_figure
 from cs336_systems.report import Chapter, figures
-from cs336_systems.report.tables import chosen, first_machine, in_order, pivot
+from cs336_systems.report.tables import chosen, first_machine, in_order, looked_up, pivot
 from cs336_systems.sizes import size
 
 NAMES = {

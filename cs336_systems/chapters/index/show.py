@@ -12,10 +12,9 @@ from matplotlib.figure import Figure
 
 from cs336_systems import chapters
 from cs336_systems.chapters.leaderboard.measure import OFFICIAL_MS
-from cs336_systems.chapters.shared.rows import looked_up
 from cs336_systems.report import claims, coverage, figures, prose
 from cs336_systems.report.chapter import Chapter
-from cs336_systems.report.tables import EMPTY, chosen, first_machine, in_order
+from cs336_systems.report.tables import EMPTY, chosen, first_machine, in_order, looked_up
 
 YEARS = ("2025", "2026")
 RUN = ["machine", "run"]

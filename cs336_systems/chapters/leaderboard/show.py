@@ -14,12 +14,11 @@ from cs336_systems import accounting
 from cs336_systems.chapters.hardware.roofs import Roofs
 from cs336_systems.chapters.leaderboard import models, shapes
 from cs336_systems.chapters.leaderboard.measure import OFFICIAL_MS
-from cs336_systems.chapters.shared.rows import looked_up
 from cs336_systems.ladder import steps
 from cs336_systems.report import figures
 from cs336_systems.report.figures import label
 from cs336_systems.report.prose import LEAST_NOISE, published
-from cs336_systems.report.tables import chosen, first_machine, fmt, in_order
+from cs336_systems.report.tables import chosen, first_machine, fmt, in_order, looked_up
 
 HEADS, TOKENS, HEAD_DIM = steps.WORK.values()
 BF16_BYTES = 2

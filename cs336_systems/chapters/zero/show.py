@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from cs336_systems import accounting
 from cs336_systems.accounting.zero import ADAMW_BYTES, STEP_MOMENTS
 from cs336_systems.chapters.hardware.roofs import Roofs
-from cs336_systems.chapters.shared.rows import case_of
 from cs336_systems.chapters.zero import measure as experiment
 from cs336_systems.report import figures, tables
 from cs336_systems.sizes import size
@@ -102,7 +101,7 @@ def peaks(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _closed_gib(rows: pd.DataFrame, form: Callable[..., dict[str, int]]) -> list[float]:
     devices = rows["source"].map({"tensors": "cpu"}).fillna("cuda")
-    cases = (case_of(experiment.TABLE, row) for row in rows.itertuples())
+    cases = map(experiment.TABLE.case_of, rows.itertuples())
     return [sum(form(*each).values()) / GIB for each in zip(cases, devices, strict=True)]
 
 
