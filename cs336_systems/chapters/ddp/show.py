@@ -193,13 +193,14 @@ def schematic() -> Figure:
     return figure
 
 
-def sweep_figure(steps: pd.DataFrame, model: closed.Buckets | None) -> Figure:
-    """By the size of buckets: exposed time beside the handout's model, the wait beside the last message's time."""
+def sweep_figure(steps: pd.DataFrame, total_bytes: float, bytes_per_ms: float, call_ms: float) -> Figure:
+    """By the size of buckets: exposed time beside the handout's model of so many bytes of gradients, bytes all-reduced
+    in a millisecond, and ms a call; the wait beside the last message's time."""
     rows = first_machine(main(steps))
     rows = rows.assign(series=rows["wrapper"].map(NAMES))
     rows = rows[rows["wrapper"].isin(["bucketed", "in_place"])]
     ours = rows[rows["wrapper"] == "bucketed"]
-    overheads = [math.nan if model is None else 1e3 * model.overhead_s(n) for n in ours["collectives"]]
+    overheads = [closed.overhead_ms(total_bytes, bytes_per_ms, call_ms, n) for n in ours["collectives"]]
     modeled = ours.assign(series="the handout's model", exposed_ms=overheads)
     last = ours.assign(series="the last message", wait_ms=ours["predicted_ms"])
     figure, (axes,) = figures.panels(columns=2, height=2.15)
