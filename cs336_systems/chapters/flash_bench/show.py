@@ -92,9 +92,8 @@ def speedups(rows: pd.DataFrame) -> pd.DataFrame:
     rows = rows[rows["repeat"] == 0]
     wall = rows["end_to_end_ms_p50"].astype(float)
     rows = rows.assign(ms=kernel_ms(rows).where(rows["seq_len"] <= KERNEL_TOKENS, wall))
-    ours = rows.loc[rows["impl"] == OURS, [*SHAPE, "run", "ms"]]
-    found = rows[rows["impl"] != OURS].merge(ours, on=[*SHAPE, "run"], how="left", suffixes=("", "_ours"))
-    return found.assign(speedup=found["ms"] / found["ms_ours"])
+    ours, others = (rows[(rows["impl"] == OURS) == own].reset_index(drop=True) for own in (True, False))
+    return others.assign(speedup=others["ms"] / tables.looked_up(ours, "ms", others, [*SHAPE, "run"]))
 
 
 def errors(rows: pd.DataFrame) -> pd.DataFrame:
