@@ -79,8 +79,6 @@ def times(rows: pd.DataFrame) -> pd.DataFrame:
     """Mean and standard deviation of the phases of a training step, and backward over forward, a line for each size."""
     rows = steps(primary(rows))
     found = spread(rows, ["machine", "size"], TIME_HEADS)
-    if found.empty:
-        return found
     found.insert(found.columns.get_loc("AdamW, ms"), "B / F", found["B, ms"] / found["F, ms"])
     return found
 

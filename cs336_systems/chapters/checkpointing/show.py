@@ -96,9 +96,7 @@ def depth_figure(rows: pd.DataFrame) -> Figure:
         depths = sorted(set(rows["num_layers"]))
         ax.set_xticks(depths, [str(n) for n in depths])
         ax.minorticks_off()
-        low, high = ax.get_ylim()
-        marks = [mark for mark in (0.1, 0.3, 1, 3, 10, 30) if low <= mark <= high]
-        ax.set_yticks(marks, [f"{mark:g}" for mark in marks])
+        figures.plain_ticks(ax.yaxis, 1, 3)
     figures.legend_below(drawn, *axes[0])
     return drawn
 

@@ -71,8 +71,6 @@ def _table(rows: pd.DataFrame, metrics: dict[str, str], scale: float = 1.0) -> p
     frame = rows.rename(columns=names | metrics).assign(
         moment=rows["moment"].map(MOMENTS), variant=rows["variant"].map(VARIANTS)
     )
-    if frame.empty:
-        return frame[[*heads, *metrics.values()]]
     columns = list(metrics.values())
     scaled = frame.assign(**{head: scale * frame[head].astype(float) for head in columns})
     return tables.spread(scaled, heads, dict(zip(columns, columns, strict=True)))
