@@ -18,14 +18,9 @@ from cs336_systems.store.status import Skip
 from cs336_systems.store.table import Table
 
 DEPENDS = (
-    *depends.PLAIN,
-    *depends.TRITON,
-    *depends.LADDER,
-    "ladder/hopper_kernels.py",
-    "ladder/hopper_launch.py",
-    *depends.CALL_CLOCK,
-    "chapters/leaderboard/turns.py",
-)
+    *depends.PLAIN, *depends.TRITON, *depends.LADDER, "ladder/hopper_kernels.py", "ladder/hopper_launch.py",
+    *depends.CALL_CLOCK, "chapters/leaderboard/turns.py",
+)  # fmt: skip
 GROUP = ("part", "heads", "seq_len", "head_dim", "is_causal", "dtype")
 METRICS = (*leaderboard_turns.METRICS, "error", "predicted_ms", "registers", "spill_bytes", "shared_kib")
 
