@@ -68,12 +68,9 @@ def _table(rows: pd.DataFrame, metrics: dict[str, str], scale: float = 1.0) -> p
     names = {"machine": "machine", "world_size": "GPUs", "context_length": "context", "moment": "moment"}
     keys = [k for k in names if k == "machine" or rows[k].nunique() > 1]
     heads = [names[k] for k in keys] + ["variant"]
-    frame = rows.rename(columns=names | metrics).assign(
-        moment=rows["moment"].map(MOMENTS), variant=rows["variant"].map(VARIANTS)
-    )
-    columns = list(metrics.values())
-    scaled = frame.assign(**{head: scale * frame[head].astype(float) for head in columns})
-    return tables.spread(scaled, heads, dict(zip(columns, columns, strict=True)))
+    scaled = {column: scale * rows[column].astype(float) for column in metrics}
+    words = {"moment": rows["moment"].map(MOMENTS), "variant": rows["variant"].map(VARIANTS)}
+    return tables.spread(rows.rename(columns=names).assign(**scaled, **words), heads, metrics)
 
 
 # ------------------------------------------------------------------------------------------------ memory
@@ -92,7 +89,7 @@ def peaks(rows: pd.DataFrame) -> pd.DataFrame:
     rows = _sorted(rows[rows["moment"].isin(["later_forward", "later_before", "later_after"])])
     keys = ["machine", "world_size", "context_length", "variant"]
     most = rows.groupby(keys, sort=False)["peak_bytes"].transform(lambda x: x.max(skipna=False))
-    rows = rows.assign(peak_bytes=most)[rows["moment"] == "later_before"].assign(moment="later_before")
+    rows = rows.assign(peak_bytes=most)[rows["moment"] == "later_before"]
     out = _table(rows, {"peak_bytes": "peak, GiB"}, 1 / GIB)
     return out.assign(**{"closed form, GiB": _closed_gib(rows, experiment.predicted_peak)})
 
