@@ -97,9 +97,8 @@ def spread(rows: pd.DataFrame, index: Sequence[str], heads: Mapping[str, Any]) -
     """`pivot` of several metrics side by side: column → the head of its numbers, one for all rows or one for each."""
     sides = [rows.assign(_head=head, _value=rows[column].astype(float)) for column, head in heads.items()]
     wide = pivot(pd.concat(sides, ignore_index=True), index, "_head", "_value")
-    return (
-        wide if len(rows) else wide.reindex(columns=[*index, *filter(pd.api.types.is_scalar, heads.values())])
-    )
+    known = [*index, *filter(pd.api.types.is_scalar, heads.values())]
+    return wide if len(rows) else wide.reindex(columns=known)
 
 
 def looked_up(known: pd.DataFrame, column: str, rows: pd.DataFrame, keys: list[str]) -> np.ndarray:

@@ -102,9 +102,8 @@ def errors(rows: pd.DataFrame) -> pd.DataFrame:
     rows = tables.chosen(rows, repeat=0, status="ok")
     heads = {"error_out": "O", "error_grads": "grads"}
     keys, impls = ["machine", "dtype"], rows["impl"].unique()
-    worst = (
-        rows.astype(dict.fromkeys(heads, float)).groupby([*keys, "impl"])[list(heads)].max().unstack("impl")
-    )
+    numbers = rows.astype(dict.fromkeys(heads, float))
+    worst = numbers.groupby([*keys, "impl"])[list(heads)].max().unstack("impl")
     worst = worst[[(metric, impl) for metric in heads for impl in impls]]
     worst.columns = [f"{heads[metric]} {SHORT.get(impl, impl)}" for metric, impl in worst.columns]
     out = rows[keys].drop_duplicates(ignore_index=True).merge(worst.reset_index(), on=keys)

@@ -45,10 +45,8 @@ def rewritten(text: str, root: Path) -> str:
 
 def figure_is_current(root: Path) -> bool:
     """Whether the figure was drawn from the rows as they are."""
-    path = root / FIGURE
-    return path.is_file() and f"drawn from rows {headline.digest(root / 'results')}" in path.read_text(
-        "utf-8"
-    )
+    path, said = root / FIGURE, f"drawn from rows {headline.digest(root / 'results')}"
+    return path.is_file() and said in path.read_text(encoding="utf-8")
 
 
 def draw(root: Path) -> None:

@@ -63,12 +63,9 @@ def peaks(rows: pd.DataFrame) -> pd.DataFrame:
     rows = rows.rename(columns={"context_length": "context"}).assign(**{"pass": rows["mode"].map(PASSES)})
     several = [name for name in ("size", "optimizer") if rows[name].nunique() > 1]
     index = ["machine", *several, "context", "pass"]
-    table = spread(
-        rows, index, {"predicted": rows["dtype"] + " predicted", "peak_gib": rows["dtype"] + ", GiB"}
-    )
-    return table[
-        [*index, *(f"{dtype}{what}" for dtype in rows["dtype"].unique() for what in (" predicted", ", GiB"))]
-    ]
+    words = {"predicted": " predicted", "peak_gib": ", GiB"}
+    table = spread(rows, index, {column: rows["dtype"] + word for column, word in words.items()})
+    return table[[*index, *(dtype + word for dtype in rows["dtype"].unique() for word in words.values())]]
 
 
 def errors(rows: pd.DataFrame) -> pd.DataFrame:
@@ -88,9 +85,8 @@ def errors(rows: pd.DataFrame) -> pd.DataFrame:
 def beside(chapter: Chapter, machine: str) -> pd.DataFrame:
     """The peak bytes of the cases that both the chapter's first machine and another have measured: `here`, `there`."""
     first = chapter.measured(machine=chapter.machines[:1])
-    both = first.merge(
-        chapter.on(machine).measured(), on=list(case_fields(memory.TABLE)), suffixes=("", "_there")
-    )
+    other = chapter.on(machine).measured()
+    both = first.merge(other, on=case_fields(memory.TABLE), suffixes=("", "_there"))
     return pd.DataFrame({"here": both["peak_bytes"], "there": both["peak_bytes_there"]})
 
 
