@@ -78,9 +78,8 @@ def depth_figure(rows: pd.DataFrame) -> Figure:
         "none": rows["strategy"] == "none", "√N blocks": (rows["strategy"] == "blocks") & ~one, "each block": one,
         "nested halves": rows["strategy"] == "nested", "chained": rows["strategy"] == "chained",
     }  # fmt: skip
-    for ax, column, title in zip(
-        axes[0], ("measured", "forwards"), ("activations at the peak, GiB", "forward passes of a block"), strict=True
-    ):  # fmt: skip
+    titles = {"measured": "activations at the peak, GiB", "forwards": "forward passes of a block"}
+    for ax, (column, title) in zip(axes[0], titles.items(), strict=True):
         ax.set_title(title)
         if rows[column].isna().all():
             figures.nothing(ax)
@@ -90,8 +89,7 @@ def depth_figure(rows: pd.DataFrame) -> Figure:
             _, color, marker = figures.look(name, place)
             line = "predicted" if column == "measured" else column
             ax.plot(some["num_layers"], some[line].astype(float), color=color, lw=1, zorder=2)
-            values = some[column].astype(float)
-            ax.plot(some["num_layers"], values, marker, ls="", color=color, label=name, zorder=3)
+            ax.plot(some["num_layers"], some[column].astype(float), marker, color=color, label=name, zorder=3)
         ax.set(xscale="log", yscale="log", xlabel="blocks")
         depths = sorted(set(rows["num_layers"]))
         ax.set_xticks(depths, [str(n) for n in depths])
