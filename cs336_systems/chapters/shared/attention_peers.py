@@ -34,6 +34,20 @@ PORTABLE = ("f_production", "b_production")
 
 
 # ------------------------------------------------------------------------------------------------ cases
+@dataclass(frozen=True)
+class Case:
+    """One pass of `impl` on `heads` × (seq_len, head_dim), batch 1. `repeat` 1 measures the same thing again."""
+
+    impl: str
+    part: str
+    heads: int
+    seq_len: int
+    head_dim: int
+    is_causal: bool
+    dtype: str
+    repeat: int = 0
+
+
 def with_pair(make: Callable[..., Any], impls: Any, *rest: Any, again: str = "flash_triton") -> list[Any]:
     """The cases of a group, `make(impl, *rest)`, and one of them again (A/A)."""
     return [make(impl, *rest) for impl in impls] + [make(again, *rest, repeat=1)]
