@@ -18,7 +18,6 @@ from cs336_systems import accounting, chapters
 from cs336_systems.chapters.memory import figure
 from cs336_systems.chapters.memory import measure as memory
 from cs336_systems.chapters.memory import show as page
-from cs336_systems.chapters.shared.rows import case_of
 from cs336_systems.measure.memory import tensors
 from cs336_systems.measure.memory.timeline import Stage, State, Timeline, timeline
 from cs336_systems.report.claims import execute
@@ -329,7 +328,7 @@ def test_the_committed_rows_have_their_timelines(reference):
     """Rows and timelines travel apart; a figure that lacks its own would only say so on the page."""
     for row in page.largest_model(reference.measured()).to_dict("records"):
         case = {name: row[name] for name in ("context_length", "mode", "dtype", "machine")}
-        drawn = memory.drawn(case_of(memory.TABLE, row))
+        drawn = memory.drawn(memory.TABLE.case_of(row))
         assert (page.recording(reference, **case)[1] is not None) == drawn
 
 

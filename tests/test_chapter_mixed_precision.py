@@ -40,9 +40,9 @@ def norm(part, dtype, scale=1.0, offset=0.0, width=1024):
 @pytest.mark.parametrize("name", TORCH)
 def test_formats_are_torchs(name):
     f, info = FORMATS[name], torch.finfo(TORCH[name])
-    assert (f.bits, float(f.largest), float(f.epsilon)) == (info.bits, info.max, info.eps)
-    assert float(f.smallest_normal) == info.smallest_normal
-    assert float(f.smallest) == info.smallest_normal * info.eps
+    assert (float(f.largest), float(f.epsilon)) == (info.max, info.eps)
+    least = info.smallest_normal
+    assert [float(f.ulp(x)) / info.eps for x in (0, least, 2 * least)] == [least, least, 2 * least]
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16"])
@@ -50,7 +50,7 @@ def test_rounding_is_torchs(name):
     """Normal and subnormal numbers, ties, overflow. From fp32, since torch narrows a double in two steps."""
     x = torch.randn(2000, dtype=torch.float64) * 2.0 ** torch.randint(-150, 130, (2000,))
     x = x if name == "fp32" else x.float().double()
-    ties = (2 * torch.arange(64, dtype=torch.float64) + 1) * float(FORMATS[name].smallest) / 2
+    ties = (2 * torch.arange(64, dtype=torch.float64) + 1) * float(FORMATS[name].ulp(0)) / 2
     x = torch.cat([x, ties, ties * 2.0**20, torch.tensor([0.0, -0.0, 65504.0, 65519.99, 65520.0, -1e30])])
     x = x if name == "fp32" else x.float().double()
     rounded = x.to(TORCH[name]).double().tolist()

@@ -371,8 +371,8 @@ def test_the_forecast_finds_the_most_that_fits():
             assert speedrun.gib_of(size, context, most) <= 14.7 * defaults.USABLE
             assert speedrun.gib_of(size, context, 2 * most) > 14.7 * defaults.USABLE
     assert speedrun.largest_batch("2.7B", 128, 14.7) == 0
-    [line] = speedrun.what_fits(14.7, ("2.7B",), (512,))
-    assert line["sequences"] == 0 and line["gib"] > 14.7
+    most, need = speedrun.what_fits(14.7, "2.7B", 512)
+    assert most == 0 and need > 14.7
 
 
 def test_fits_asks_for_the_forecasts_choices():

@@ -131,7 +131,7 @@ def filters(chapter):
 
 
 def values_of(chapter, field):
-    tables = chapters.of_chapter(chapters.load(chapter))
+    tables = chapters.tables_of(chapter)
     tables = [table for table in tables if field in rows.case_fields(table)]
     return [str(v) for v in dict.fromkeys(v for t in tables for v in selection.values(t, "full", field))]
 
@@ -174,7 +174,7 @@ def test_a_laptops_rows(chapter, results_root):
 def test_texts_of_rows_and_machines_are_no_markup(chapter, results_root):
     """Whatever a merged folder says is shown as it is: in tables, sentences and what names the machine."""
     bad = "<script>a</script> <img src=x onerror=b> [c](javascript:d) `e` $\\f$ {g}`h` | <!--"
-    for experiment in chapters.of_chapter(chapters.load(chapter)):
+    for experiment in chapters.tables_of(chapter):
         failed = lambda case: {"status": f"error: {bad}"}
         step_rows.write(experiment, experiment.grid("smoke"), results_root, "laptop", failed)
     named = dict.fromkeys(("cpu", "gpu", "driver", "torch", "triton"), bad)

@@ -150,7 +150,7 @@ def test_everything_imports_without_torch_and_triton():
         "assert not any(c.available for c in doctor.checks() if c.section in ('attention', 'parallel'))\n"
         "for table in chapters.tables():\n"
         "    experiment = chapters.load(table)\n"
-        "    assert len(provenance.digest(experiment)) == 8 and chapters.cases(experiment, 'full')\n"
+        "    assert len(provenance.digest(experiment)) == 8 and experiment.grid('full')\n"
     )
 
 

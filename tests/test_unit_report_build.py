@@ -18,7 +18,6 @@ from matplotlib.figure import Figure
 from cs336_systems import chapters
 from cs336_systems.chapters import tables_of
 from cs336_systems.chapters.ddp import measure as ddp
-from cs336_systems.chapters.gpu_tests import show as gpu_tests
 from cs336_systems.chapters.index import readme
 from cs336_systems.chapters.index import show as headline
 from cs336_systems.chapters.leaderboard import measure as leaderboard
@@ -269,9 +268,8 @@ def test_the_headlines_frames(results_root):
 
 def test_the_figure_is_compared_by_its_rows_and_not_by_its_bytes(tmp_path, results_root, monkeypatch):
     (tmp_path / "results").symlink_to(results_root)
-    assert readme.figure_is_current(tmp_path)  # nothing to draw, and no figure
+    assert not readme.figure_is_current(tmp_path)  # there is none
     write_headline(results_root)
-    assert not readme.figure_is_current(tmp_path)
     readme.draw(tmp_path)
     path = tmp_path / readme.FIGURE
     assert readme.figure_is_current(tmp_path)
@@ -279,14 +277,15 @@ def test_the_figure_is_compared_by_its_rows_and_not_by_its_bytes(tmp_path, resul
     assert readme.figure_is_current(tmp_path)
     write_headline(results_root, faster=1.1)
     assert not readme.figure_is_current(tmp_path)
+    drawn = path.read_text()
     for csv in results_root.glob("*/*.csv"):
         csv.unlink()
     readme.draw(tmp_path)
-    assert not path.exists() and readme.figure_is_current(tmp_path)
+    assert readme.figure_is_current(tmp_path) and path.read_text() != drawn
 
 
 def test_what_the_gpu_tests_said(results_root):
-    assert gpu_tests.totals("x").empty
+    assert headline.gpu_tests("x").empty
     experiment = chapters.load("gpu_tests")
     now = {
         "status": "ok", "run": "a", "time_utc": "2025-03-04T05:06:07Z", "env": "e",
@@ -303,7 +302,7 @@ def test_what_the_gpu_tests_said(results_root):
         "code": "00000000",
     }
     store.write(experiment, "x", [now | first, now | second], results_root)
-    (found,) = gpu_tests.totals("x").to_dict("records")
+    (found,) = headline.gpu_tests("x").to_dict("records")
     expected = {
         "machine": "x",
         "triton": "3.6.0",

@@ -69,14 +69,6 @@ def tables_of(chapter: str) -> list[Table]:
     return [load(table) for table in tables(chapter)]
 
 
-def of_chapter(experiment: Table) -> list[Table]:
-    """The tables of an experiment's chapter, itself among them."""
-    return [
-        experiment if table == experiment.name else load(table)
-        for table in tables(chapter_of(experiment.name))
-    ]
-
-
 # ------------------------------------------------------------------------------------------------ for notebooks
 def read(name: str, **parameters: Any) -> Chapter:
     """A chapter's rows, as far as there are any; `parameters` are those of `report.Chapter`."""
@@ -93,11 +85,7 @@ def opened(name: str, namespace: Mapping[str, Any]) -> Chapter:
 
 
 # ------------------------------------------------------------------------------------------------ which cases
-def cases(experiment: Table, preset: str, **filters: Any) -> list[Any]:
-    """The cases of a table, by `selection.cases`, whose filters may be fields of its chapter's other tables."""
-    return selection.cases(of_chapter(experiment), experiment, preset, **filters)
-
-
 def cases_beyond(experiment: Table, preset: str, **given: Any) -> list[Any]:
-    """The same by `selection.cases_beyond`: beyond the grid what its `choices` allow."""
-    return selection.cases_beyond(of_chapter(experiment), experiment, preset, **given)
+    """The cases of a table, in its grid and beyond, by `selection.cases_beyond`; filters may be fields of its chapter's
+    other tables."""
+    return selection.cases_beyond(tables_of(chapter_of(experiment.name)), experiment, preset, **given)

@@ -134,10 +134,8 @@ def lines(
         return
     for position, (name, part) in enumerate(frame.groupby(series, sort=False)):
         text, color, marker = look(str(name), position)
-        part = part.sort_values(x)
-        ax.plot(
-            part[x].astype(float), part[y].astype(float), color=color, marker=marker, label=text, zorder=3
-        )
+        part = part.sort_values(x).astype({x: float, y: float})
+        ax.plot(part[x], part[y], color=color, marker=marker, label=text, zorder=3)
     if binary_x:
         ticks = sorted(frame[x].unique())
         ax.set_xscale("log", base=2)

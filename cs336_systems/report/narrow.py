@@ -19,9 +19,8 @@ from matplotlib.ticker import FuncFormatter
 from cs336_systems.report.chapter import BUILD_VARIABLE
 
 PHONE = 3.4  # inches, 326 of CSS's pixels: less than the column of nearly every phone
-widths: WeakKeyDictionary[Figure, float] = (
-    WeakKeyDictionary()
-)  # of figures by `figures.panels`; wider ones scroll
+# of figures by `figures.panels`; wider ones scroll
+widths: WeakKeyDictionary[Figure, float] = WeakKeyDictionary()
 _BEGIN, _END = '<metadata id="narrow">', "</metadata></svg>"
 
 

@@ -96,7 +96,15 @@ def pivot(rows: pd.DataFrame, index: Sequence[str], columns: str, value: str) ->
 def spread(rows: pd.DataFrame, index: Sequence[str], heads: Mapping[str, Any]) -> pd.DataFrame:
     """`pivot` of several metrics side by side: column → the head of its numbers, one for all rows or one for each."""
     sides = [rows.assign(_head=head, _value=rows[column].astype(float)) for column, head in heads.items()]
-    return pivot(pd.concat(sides, ignore_index=True), index, "_head", "_value")
+    wide = pivot(pd.concat(sides, ignore_index=True), index, "_head", "_value")
+    known = [*index, *filter(pd.api.types.is_scalar, heads.values())]
+    return wide if len(rows) else wide.reindex(columns=known)
+
+
+def looked_up(known: pd.DataFrame, column: str, rows: pd.DataFrame, keys: list[str]) -> np.ndarray:
+    """For each of the rows the column of the one of `known` whose keys are the same; NaN where there is none."""
+    found = known.set_index(keys)[column].astype(float)
+    return found.reindex(pd.MultiIndex.from_frame(rows[keys])).to_numpy()
 
 
 def first_machine(rows: pd.DataFrame) -> pd.DataFrame:

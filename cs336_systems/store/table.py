@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,11 @@ class Table:
         """Of the table's file, and of the command line."""
         *_, folder, name = ("", *self.module.split("."))
         return folder if name == "measure" else f"{folder}_{name}" if folder else name
+
+    def case_of(self, row: Any) -> Any:
+        """The case of a row: a mapping, or what `DataFrame.itertuples` gives."""
+        values = row if isinstance(row, Mapping) else row._asdict()
+        return self.Case(**{each.name: values[each.name] for each in fields(self.Case)})
 
     @property
     def source(self) -> Path:

@@ -13,9 +13,8 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 from cs336_systems import accounting
 from cs336_systems.chapters.allreduce.measure import HANDOUT, MB
 from cs336_systems.chapters.hardware.roofs import roofs
-from cs336_systems.chapters.shared.rows import looked_up
 from cs336_systems.report import figures
-from cs336_systems.report.tables import chosen, pivot
+from cs336_systems.report.tables import chosen, looked_up, pivot
 
 NAMES = {"gloo": "Gloo", "nccl": "NCCL"}
 PROCESSES = (2, 4, 6)  # the handout's

@@ -156,13 +156,13 @@ def without_scores(rows: pd.DataFrame, seq_len: int) -> pd.DataFrame:
     run."""
     chosen = tables.chosen(rows, seq_len=seq_len, cap_gib=0, repeat=0)
     keys = ["machine", "dtype", "head_dim"]
-    plain, ours = (chosen[chosen["impl"] == impl].set_index(keys) for impl in (PLAIN, OURS))
-    out, together = {}, plain["run"] == ours["run"].reindex(plain.index)
+    plain, ours = (chosen[chosen["impl"] == impl] for impl in (PLAIN, OURS))
+    frame = plain[keys].rename(columns={"head_dim": "d"})
     for part, letter in zip(PARTS, "FB", strict=True):
-        first, second = (ms[f"{part}_ms_p50"].astype(float).reindex(plain.index) for ms in (plain, ours))
-        out |= {f"plain {letter}, ms": first, f"ours {letter}, ms": second}
-        out[f"{letter}, ×"] = (first / second).where(together)
-    frame = pd.DataFrame(out).reset_index().rename(columns={"head_dim": "d"})
+        column, ms = f"{part}_ms_p50", plain[f"{part}_ms_p50"].astype(float)
+        frame[f"plain {letter}, ms"] = ms
+        frame[f"ours {letter}, ms"] = tables.looked_up(ours, column, plain, keys)
+        frame[f"{letter}, ×"] = ms / tables.looked_up(ours, column, plain, [*keys, "run"])
     return tables.in_order(frame, ["dtype"], BYTES)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping
 
 import numpy as np
@@ -80,8 +79,6 @@ def times(rows: pd.DataFrame) -> pd.DataFrame:
     """Mean and standard deviation of the phases of a training step, and backward over forward, a line for each size."""
     rows = steps(primary(rows))
     found = spread(rows, ["machine", "size"], TIME_HEADS)
-    if found.empty:
-        return found
     found.insert(found.columns.get_loc("AdamW, ms"), "B / F", found["B, ms"] / found["F, ms"])
     return found
 
@@ -145,22 +142,17 @@ def contexts_figure(rows: pd.DataFrame, roofs: Mapping[str, Roofs]) -> Figure:
 def passes(rows: pd.DataFrame) -> pd.DataFrame:
     """Forward and backward of each measured step added up: first, second, median, mean and standard deviation, for each
     size and number of warm-up steps; and the first and the median forward pass alone."""
-    out = []
+    out, keys = [], ["machine", "size", "warmup", "status"]
     found = steps(primary(rows), "forward_backward", warmup=sorted(set(rows["warmup"])))
     for row in found.to_dict("records"):
-        forward = each(row["forward_ms_each"])
-        both = [sum(pair) for pair in zip(forward, each(row["backward_ms_each"]), strict=True)]
-        case = {name: row[name] for name in ("machine", "size", "warmup", "status")}
-        known = {
-            "first_ms": both[0], "p50_ms": statistics.median(both), "mean_ms": statistics.fmean(both),
-            "first_forward_ms": forward[0], "forward_p50_ms": statistics.median(forward),
-        } if both else {}  # fmt: skip
-        if len(both) > 1:
-            known |= {"second_ms": both[1], "std_ms": statistics.stdev(both)}
-        out.append(case | known)
-    columns = ["machine", "size", "warmup", "status", "first_ms", "second_ms", "p50_ms", "mean_ms", "std_ms",
-               "first_forward_ms", "forward_p50_ms"]  # fmt: skip
-    return pd.DataFrame(out, columns=columns)
+        forward, backward = (pd.Series(each(row[f"{name}_ms_each"]), dtype=float) for name in PASSES)
+        both = forward + backward
+        first, second = (both.get(place, math.nan) for place in range(2))
+        case = [row[name] for name in keys]
+        statistics = first, second, both.median(), both.mean(), both.std()
+        out.append([*case, *statistics, forward.get(0, math.nan), forward.median()])
+    heads = ["first_ms", "second_ms", "p50_ms", "mean_ms", "std_ms", "first_forward_ms", "forward_p50_ms"]
+    return pd.DataFrame(out, columns=[*keys, *heads])
 
 
 def warmups(found: pd.DataFrame) -> pd.DataFrame:
@@ -174,12 +166,8 @@ def warmups(found: pd.DataFrame) -> pd.DataFrame:
 def cold_figure(rows: pd.DataFrame) -> Figure:
     """Forward and backward of each step of a fresh process without warm-up, a line for each size."""
     rows = first_machine(steps(primary(rows), "forward_backward", warmup=0, status="ok"))
-    drawn = [
-        {"size": row["size"], "number": number, "ms": ms}
-        for row in rows.to_dict("records")
-        for number, ms in enumerate(each(row["step_ms_each"]), 1)
-    ]
-    frame = pd.DataFrame(drawn, columns=["size", "number", "ms"])
+    frame = rows.assign(ms=rows["step_ms_each"].map(each)).explode("ms")
+    frame = frame.assign(number=frame.groupby("size").cumcount() + 1)
     figure, ax = figures.panel(height=2.1)
     figures.lines(ax, frame, "number", "ms", "size", log_y=True, binary_x=False)
     ax.set(xlabel="step of a fresh process", ylabel="forward + backward, ms")

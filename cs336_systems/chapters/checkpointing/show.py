@@ -12,7 +12,6 @@ from cs336_systems import accounting
 from cs336_systems.chapters.checkpointing import measure as experiment
 from cs336_systems.chapters.checkpointing.measure import XL
 from cs336_systems.chapters.memory.show import tensors
-from cs336_systems.chapters.shared.rows import case_of
 from cs336_systems.measure.clocks.turns import each
 from cs336_systems.report import figures, tables
 from cs336_systems.sizes import size
@@ -38,7 +37,7 @@ def with_predictions(rows: pd.DataFrame) -> pd.DataFrame:
     columns = ["name", "predicted", "measured", "kept_mib", "change_mib", "gradients_mib"]
     lines = []
     for row in rows.to_dict("records"):
-        case = case_of(experiment.TABLE, row)
+        case = experiment.TABLE.case_of(row)
         kept = float(sum(count * num_bytes for _, count, num_bytes in told(row["kept"])))
         device = "cpu" if row["machine"].startswith("cpu-") else "cuda"
         changes = each(row["backward_bytes_each"])
@@ -79,9 +78,8 @@ def depth_figure(rows: pd.DataFrame) -> Figure:
         "none": rows["strategy"] == "none", "√N blocks": (rows["strategy"] == "blocks") & ~one, "each block": one,
         "nested halves": rows["strategy"] == "nested", "chained": rows["strategy"] == "chained",
     }  # fmt: skip
-    for ax, column, title in zip(
-        axes[0], ("measured", "forwards"), ("activations at the peak, GiB", "forward passes of a block"), strict=True
-    ):  # fmt: skip
+    titles = {"measured": "activations at the peak, GiB", "forwards": "forward passes of a block"}
+    for ax, (column, title) in zip(axes[0], titles.items(), strict=True):
         ax.set_title(title)
         if rows[column].isna().all():
             figures.nothing(ax)
@@ -91,15 +89,12 @@ def depth_figure(rows: pd.DataFrame) -> Figure:
             _, color, marker = figures.look(name, place)
             line = "predicted" if column == "measured" else column
             ax.plot(some["num_layers"], some[line].astype(float), color=color, lw=1, zorder=2)
-            values = some[column].astype(float)
-            ax.plot(some["num_layers"], values, marker, ls="", color=color, label=name, zorder=3)
+            ax.plot(some["num_layers"], some[column].astype(float), marker, color=color, label=name, zorder=3)
         ax.set(xscale="log", yscale="log", xlabel="blocks")
         depths = sorted(set(rows["num_layers"]))
         ax.set_xticks(depths, [str(n) for n in depths])
         ax.minorticks_off()
-        low, high = ax.get_ylim()
-        marks = [mark for mark in (0.1, 0.3, 1, 3, 10, 30) if low <= mark <= high]
-        ax.set_yticks(marks, [f"{mark:g}" for mark in marks])
+        figures.plain_ticks(ax.yaxis, 1, 3)
     figures.legend_below(drawn, *axes[0])
     return drawn
 

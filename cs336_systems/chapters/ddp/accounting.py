@@ -1,14 +1,11 @@
 """Data-parallel training: what is sent in a step, what fills a bucket, and what buckets of a size should cost.
 
 Symbols, as in the handout's problem `ddp_bucketed_benchmarking`: s bytes of gradients, of which w are all-reduced in a
-second; o seconds of overhead for each call of a collective; n buckets. Nothing here needs torch.
+millisecond; o ms of overhead for each call of a collective; n buckets. Nothing here needs torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from cs336_systems.accounting.operations import check_sizes
 from cs336_systems.accounting.zero import tensor_sizes
 from cs336_systems.sizes import ModelConfig
 
@@ -36,8 +33,7 @@ def bucket_bytes(config: ModelConfig, max_bytes: float) -> list[int]:
 
 
 # ------------------------------------------------------------------------------------------------- the bucket model
-@dataclass(frozen=True)
-class Buckets:
+def overhead_ms(total_bytes: float, bytes_per_ms: float, call_ms: float, num_buckets: float) -> float:
     """The handout's model of what overlapping buckets cost beyond the backward pass.
 
     s bytes in n equal buckets; computing a bucket's gradients takes as long as sending them, s / (n·w). Then each
@@ -46,19 +42,5 @@ class Buckets:
 
         overhead(n) = s / (n·w) + n·o          least at n = sqrt(s / (w·o)), a bucket of sqrt(s·o·w), where both
                                                terms are sqrt(s·o / w)
-
-    total_bytes: s. bytes_per_s: w, bytes of gradients all-reduced in a second. call_s: o. ValueError unless all are
-    positive.
     """
-
-    total_bytes: float
-    bytes_per_s: float
-    call_s: float
-
-    def __post_init__(self) -> None:
-        check_sizes(**vars(self))
-
-    def overhead_s(self, num_buckets: float) -> float:
-        """overhead(n); ValueError unless n is positive."""
-        check_sizes(num_buckets=num_buckets)
-        return self.total_bytes / (num_buckets * self.bytes_per_s) + num_buckets * self.call_s
+    return total_bytes / (num_buckets * bytes_per_ms) + num_buckets * call_ms

@@ -13,10 +13,9 @@ from matplotlib.figure import Figure
 from cs336_systems import chapters
 from cs336_systems.chapters.ddp import accounting as closed
 from cs336_systems.chapters.ddp.measure import ALONE, PHASES, overlap_path
-from cs336_systems.chapters.shared.rows import looked_up
 from cs336_systems.chapters.shared.timelines import COLORS, kept, timelines_figure
 from cs336_systems.report import Chapter, figures
-from cs336_systems.report.tables import chosen, first_machine, in_order, pivot
+from cs336_systems.report.tables import chosen, first_machine, in_order, looked_up, pivot
 from cs336_systems.sizes import size
 
 NAMES = {
@@ -194,13 +193,14 @@ def schematic() -> Figure:
     return figure
 
 
-def sweep_figure(steps: pd.DataFrame, model: closed.Buckets | None) -> Figure:
-    """By the size of buckets: exposed time beside the handout's model, the wait beside the last message's time."""
+def sweep_figure(steps: pd.DataFrame, total_bytes: float, bytes_per_ms: float, call_ms: float) -> Figure:
+    """By the size of buckets: exposed time beside the handout's model of so many bytes of gradients, bytes all-reduced
+    in a millisecond, and ms a call; the wait beside the last message's time."""
     rows = first_machine(main(steps))
     rows = rows.assign(series=rows["wrapper"].map(NAMES))
     rows = rows[rows["wrapper"].isin(["bucketed", "in_place"])]
     ours = rows[rows["wrapper"] == "bucketed"]
-    overheads = [math.nan if model is None else 1e3 * model.overhead_s(n) for n in ours["collectives"]]
+    overheads = [closed.overhead_ms(total_bytes, bytes_per_ms, call_ms, n) for n in ours["collectives"]]
     modeled = ours.assign(series="the handout's model", exposed_ms=overheads)
     last = ours.assign(series="the last message", wait_ms=ours["predicted_ms"])
     figure, (axes,) = figures.panels(columns=2, height=2.15)

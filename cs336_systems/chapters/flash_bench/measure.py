@@ -40,13 +40,8 @@ METRICS = (
     *(f"{part}_tflops" for part in PARTS),
     *(f"{part}_{what}" for what in ("gpu_ms", "host_us") for part in ("forward", "backward")),
     "peak_gib",  # of both passes: what is allocated in a call, and q, k, v, dO
-    "error_out",
-    "error_grads",
-    "backend",
-    "matmul_precision",
-    "sm_mhz",
-    "power_w",
-)
+    "error_out", "error_grads", "backend", "matmul_precision", "sm_mhz", "power_w",
+)  # fmt: skip
 DTYPES = ("bf16", "fp16", "fp32", "tf32")
 IMPLEMENTATIONS = tuple(name for name in peers.MAKERS if name not in peers.TOKENS_FIRST)
 CHOICES = {

@@ -92,9 +92,8 @@ def speedups(rows: pd.DataFrame) -> pd.DataFrame:
     rows = rows[rows["repeat"] == 0]
     wall = rows["end_to_end_ms_p50"].astype(float)
     rows = rows.assign(ms=kernel_ms(rows).where(rows["seq_len"] <= KERNEL_TOKENS, wall))
-    ours = rows.loc[rows["impl"] == OURS, [*SHAPE, "run", "ms"]]
-    found = rows[rows["impl"] != OURS].merge(ours, on=[*SHAPE, "run"], how="left", suffixes=("", "_ours"))
-    return found.assign(speedup=found["ms"] / found["ms_ours"])
+    ours, others = (rows[(rows["impl"] == OURS) == own].reset_index(drop=True) for own in (True, False))
+    return others.assign(speedup=others["ms"] / tables.looked_up(ours, "ms", others, [*SHAPE, "run"]))
 
 
 def errors(rows: pd.DataFrame) -> pd.DataFrame:
@@ -103,9 +102,8 @@ def errors(rows: pd.DataFrame) -> pd.DataFrame:
     rows = tables.chosen(rows, repeat=0, status="ok")
     heads = {"error_out": "O", "error_grads": "grads"}
     keys, impls = ["machine", "dtype"], rows["impl"].unique()
-    worst = (
-        rows.astype(dict.fromkeys(heads, float)).groupby([*keys, "impl"])[list(heads)].max().unstack("impl")
-    )
+    numbers = rows.astype(dict.fromkeys(heads, float))
+    worst = numbers.groupby([*keys, "impl"])[list(heads)].max().unstack("impl")
     worst = worst[[(metric, impl) for metric in heads for impl in impls]]
     worst.columns = [f"{heads[metric]} {SHORT.get(impl, impl)}" for metric, impl in worst.columns]
     out = rows[keys].drop_duplicates(ignore_index=True).merge(worst.reset_index(), on=keys)

@@ -13,10 +13,9 @@ from matplotlib.figure import Figure
 from cs336_systems import accounting
 from cs336_systems.accounting import fsdp as closed
 from cs336_systems.chapters.fsdp.measure import HELD, WRAPPERS, trace_path
-from cs336_systems.chapters.shared.rows import looked_up
 from cs336_systems.chapters.shared.timelines import kept, timelines_figure
 from cs336_systems.report import Chapter
-from cs336_systems.report.tables import chosen, first_machine, in_order, pivot
+from cs336_systems.report.tables import chosen, first_machine, in_order, looked_up, pivot
 from cs336_systems.sizes import size
 
 GIB = 2**30

@@ -31,8 +31,8 @@ def block(root: Path) -> str:
     with mock.patch.dict("os.environ", {"CS336_RESULTS": str(root / "results")}):
         _, shown = execute(root / "book" / "index.ipynb", until=TAG)
     parts = [re.sub(r"\]\((\w+\.ipynb)", r"](book/\1", thing["text/markdown"]) for thing in shown]
-    picture = [f"![Three results: attention, training, data parallelism.]({FIGURE.as_posix()})"]
-    return "\n\n".join(picture * bool(headline.digest(root / "results")) + parts)
+    picture = f"![Three results: attention, training, data parallelism.]({FIGURE.as_posix()})"
+    return "\n\n".join([picture, *parts])
 
 
 def rewritten(text: str, root: Path) -> str:
@@ -44,21 +44,15 @@ def rewritten(text: str, root: Path) -> str:
 
 
 def figure_is_current(root: Path) -> bool:
-    """Whether the figure was drawn from the rows as they are; with nothing to draw there must be no figure."""
-    path, digest = root / FIGURE, headline.digest(root / "results")
-    if not path.is_file() or not digest:
-        return not path.is_file() and not digest
-    found = re.search(r"drawn from rows ([0-9a-f]{8})", path.read_text(encoding="utf-8"))
-    return found is not None and found[1] == digest
+    """Whether the figure was drawn from the rows as they are."""
+    path, said = root / FIGURE, f"drawn from rows {headline.digest(root / 'results')}"
+    return path.is_file() and said in path.read_text(encoding="utf-8")
 
 
 def draw(root: Path) -> None:
-    """Writes the figure, or removes it where there is nothing to draw; a current one is left as it is."""
+    """Writes the figure; a current one is left as it is."""
     path, digest = root / FIGURE, headline.digest(root / "results")
     if figure_is_current(root):
-        return
-    if not digest:
-        path.unlink()
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with plt.rc_context(STYLE | {"svg.hashsalt": digest}):  # the same rows give the same file

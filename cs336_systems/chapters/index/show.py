@@ -1,5 +1,5 @@
-"""The book's first page: the three results that it and the README open with, their rows and one figure of them; and
-the table of all problems with their answers."""
+"""The book's first page: the three results that it and the README open with, their rows and one figure of them; what
+the GPU tests last said; and the table of all problems with their answers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from matplotlib.figure import Figure
 
 from cs336_systems import chapters
 from cs336_systems.chapters.leaderboard.measure import OFFICIAL_MS
-from cs336_systems.chapters.shared.rows import looked_up
 from cs336_systems.report import claims, coverage, figures, prose
 from cs336_systems.report.chapter import Chapter
-from cs336_systems.report.tables import EMPTY, chosen, first_machine, in_order
+from cs336_systems.report.tables import EMPTY, chosen, escaped, first_machine, in_order, looked_up
+from cs336_systems.store import rows as store
+from cs336_systems.store.provenance import current
 
 YEARS = ("2025", "2026")
 RUN = ["machine", "run"]
@@ -108,11 +109,24 @@ def _bars(ax: Axes, title: str, names: pd.Series, values: pd.Series, strong: pd.
 
 
 def digest(root: Path | None = None) -> str:
-    """Eight hexadecimal digits of what the figure shows; empty where there is nothing to draw."""
+    """Eight hexadecimal digits of what the figure shows."""
     shown = (attention(root)["over_ours"], training(root)["tokens_per_s"], overlap(root)["exposed_ms"])
-    if all(numbers.isna().all() for numbers in shown):
-        return ""
     return hashlib.sha256("\n".join(numbers.to_csv() for numbers in shown).encode()).hexdigest()[:8]
+
+
+def gpu_tests(machine: str, root: Path | None = None) -> pd.DataFrame:
+    """A row for each version of triton that was tried on a machine: how many tests of the kernels passed, failed and
+    were skipped, the last day (`day`), and of how many `files`, how many were of another code than this (`earlier`)."""
+    experiment = chapters.load("gpu_tests")
+    frame = store.read(experiment, machine, root)
+    is_current, found = current(experiment, root), []
+    for triton, part in frame.groupby("triton"):
+        counts = {name: int(part[name].fillna(0).sum()) for name in ("passed", "failed", "skipped")}
+        earlier = sum(not is_current((row.file, triton), row.code) for row in part.itertuples())
+        about = {"machine": machine, "triton": triton, "day": escaped(max(part["time_utc"])[:10])}
+        found.append(about | counts | {"files": len(part), "earlier": earlier})
+    columns = ["machine", "triton", "passed", "failed", "skipped", "day", "files", "earlier"]
+    return pd.DataFrame(found, columns=columns)
 
 
 def briefs(root: Path | None = None) -> dict[str, str]:

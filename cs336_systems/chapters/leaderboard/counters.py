@@ -8,7 +8,7 @@ from typing import Any
 
 from cs336_systems.chapters.shared import attention_peers as peers
 from cs336_systems.chapters.shared import depends
-from cs336_systems.chapters.shared.attention_peers import WORK
+from cs336_systems.chapters.shared.attention_peers import WORK, Case
 from cs336_systems.measure.counters import ncu
 from cs336_systems.measure.trace.nsys import capture
 from cs336_systems.store.status import failure_is_a_row
@@ -20,21 +20,6 @@ METRICS = (
     "tensor_pct", "exp_pct", "issue_pct", "shared_pct", "l2_pct", "conflict_pct", "instructions", "kernels",
 )  # fmt: skip
 COUNTED = ("flash_triton", "plain_triton", "sdpa_cudnn", "sdpa_flash")
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One pass of `impl` (`attention_peers.MAKERS`) on `heads` × (seq_len, head_dim), batch 1. `repeat` 1 counts
-    the same thing again."""
-
-    impl: str
-    part: str
-    heads: int
-    seq_len: int
-    head_dim: int
-    is_causal: bool
-    dtype: str
-    repeat: int = 0
 
 
 def grid(preset: str) -> list[Case]:

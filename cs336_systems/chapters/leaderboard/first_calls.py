@@ -37,10 +37,8 @@ CACHES = {  # variable → folder of what a compiler keeps
     "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "XDG_CACHE_HOME": "cuda",
 }  # fmt: skip
 OTHER_LENGTHS = (64, 200, 256, 777, 1024, 4096, 5000)  # of sequences, in calls after the first two
-SHORT, CALLS = (
-    256,
-    200,
-)  # tokens and number of the calls that the host is timed for: it waits for none of them
+# tokens and number of the calls that the host is timed for: it waits for none of them
+SHORT, CALLS = 256, 200
 
 
 @dataclasses.dataclass(frozen=True)

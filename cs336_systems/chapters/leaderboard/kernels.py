@@ -19,12 +19,8 @@ from cs336_systems.measure.clocks.turns import Candidate
 from cs336_systems.store.table import Table
 
 DEPENDS = (
-    *depends.PLAIN,
-    *depends.TRITON,
-    *depends.LADDER,
-    *depends.CALL_CLOCK,
-    "chapters/leaderboard/turns.py",
-)
+    *depends.PLAIN, *depends.TRITON, *depends.LADDER, *depends.CALL_CLOCK, "chapters/leaderboard/turns.py",
+)  # fmt: skip
 GROUP = ("part", "heads", "seq_len", "head_dim", "is_causal", "dtype", "grad_o")
 METRICS = (*leaderboard_turns.METRICS, "backend", "error_out", "error_grads")
 

@@ -4,49 +4,28 @@ their registers, spills and shared memory, and what was predicted for them."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from cs336_systems.chapters.leaderboard import turns as leaderboard_turns
 from cs336_systems.chapters.leaderboard.turns import KERNEL_MS, TURNS, in_turns
 from cs336_systems.chapters.shared import attention_peers as peers
 from cs336_systems.chapters.shared import depends
-from cs336_systems.chapters.shared.attention_peers import WORK
+from cs336_systems.chapters.shared.attention_peers import WORK, Case
 from cs336_systems.ladder import steps
 from cs336_systems.measure.clocks.turns import Candidate
 from cs336_systems.store.status import Skip
 from cs336_systems.store.table import Table
 
 DEPENDS = (
-    *depends.PLAIN,
-    *depends.TRITON,
-    *depends.LADDER,
-    "ladder/hopper_kernels.py",
-    "ladder/hopper_launch.py",
-    *depends.CALL_CLOCK,
-    "chapters/leaderboard/turns.py",
-)
+    *depends.PLAIN, *depends.TRITON, *depends.LADDER, "ladder/hopper_kernels.py", "ladder/hopper_launch.py",
+    *depends.CALL_CLOCK, "chapters/leaderboard/turns.py",
+)  # fmt: skip
 GROUP = ("part", "heads", "seq_len", "head_dim", "is_causal", "dtype")
 METRICS = (*leaderboard_turns.METRICS, "error", "predicted_ms", "registers", "spill_bytes", "shared_kib")
 
 
-@dataclass(frozen=True)
-class Case:
-    """The step named `impl` on `heads` × (seq_len, head_dim), batch 1; `part` is the pass that it is a step of,
-    `repeat` 1 measures the same thing again."""
-
-    impl: str
-    part: str
-    heads: int
-    seq_len: int
-    head_dim: int
-    is_causal: bool
-    dtype: str
-    repeat: int = 0
-
-
 def grid(preset: str) -> list[Case]:
-    """Every step at the leaderboard's work, or the production kernels at a small one."""
+    """Every step at the leaderboard's work, or the production kernels at a small one; `impl` is a step's name."""
     out, shape = [], (2, 256, 64) if preset == "smoke" else WORK
     for part in steps.PARTS:
         names = [step.name for step in steps.of_part(part)]

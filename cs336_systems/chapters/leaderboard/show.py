@@ -14,12 +14,11 @@ from cs336_systems import accounting
 from cs336_systems.chapters.hardware.roofs import Roofs
 from cs336_systems.chapters.leaderboard import models, shapes
 from cs336_systems.chapters.leaderboard.measure import OFFICIAL_MS
-from cs336_systems.chapters.shared.rows import looked_up
 from cs336_systems.ladder import steps
 from cs336_systems.report import figures
 from cs336_systems.report.figures import label
 from cs336_systems.report.prose import LEAST_NOISE, published
-from cs336_systems.report.tables import chosen, first_machine, fmt, in_order
+from cs336_systems.report.tables import chosen, first_machine, fmt, in_order, looked_up
 
 HEADS, TOKENS, HEAD_DIM = steps.WORK.values()
 BF16_BYTES = 2
@@ -111,7 +110,8 @@ def harness_ms(roof: Roofs) -> float:
 # ------------------------------------------------------------------------------------------------ ladder
 def ladder(rows: pd.DataFrame, part: str) -> pd.DataFrame:
     """The steps of one pass in their order: what each cost and was expected to cost, its gain over the step that it
-    changes (of one run), registers per thread, bytes spilled, shared memory, and why it was expected to cost that."""
+    changes (of one run), registers per thread, bytes spilled, shared memory, and why it was expected to cost that.
+    Titles are without names of modules."""
     found = chosen(rows, part=part, repeat=0).drop_duplicates("impl").set_index("impl")
     lacking = pd.Series(math.nan, found.columns)
     number = {step.name: place for place, step in enumerate(steps.of_part(part), 1)}
@@ -119,18 +119,13 @@ def ladder(rows: pd.DataFrame, part: str) -> pd.DataFrame:
     for step in steps.of_part(part):
         row, base = (found.loc[name] if name in found.index else lacking for name in (step.name, step.base))
         out.append({
-            "#": number[step.name], "step": _title(step), "from": number.get(step.base),
+            "#": number[step.name], "step": re.sub(r" \(`[\w.]+`\)", "", step.title), "from": number.get(step.base),
             "expected, ms": steps.predicted_ms(step), "ms": row["ms_p50"],
             "gain": base["ms_p50"] / row["ms_p50"] if base["run"] == row["run"] else math.nan,
             "registers": row["registers"], "spill, B": row["spill_bytes"], "shared, KiB": row["shared_kib"],
             "because": step.why,
         })  # fmt: skip
     return pd.DataFrame(out).astype({"from": "Int64"})
-
-
-def _title(step: steps.Step) -> str:
-    """A step's title without module names."""
-    return re.sub(r" \(`[\w.]+`\)", "", step.title)
 
 
 def ladder_figure(rows: pd.DataFrame, part: str) -> Figure:

@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 from cs336_systems import accounting
 from cs336_systems.chapters.memory import measure as memory
 from cs336_systems.chapters.memory.figure import GIB, MIB, cropped, draw, hover, largest_allocations
-from cs336_systems.chapters.shared.rows import case_of
 from cs336_systems.measure.memory.timeline import Timeline
 from cs336_systems.report import figures
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
@@ -30,7 +29,7 @@ PASSES = {"forward": "forward, no graph", "forward_graph": "forward, graph kept"
 def predicted_bytes(row: Mapping[str, Any]) -> int:
     """A case's peak by the closed form."""
     device = "cpu" if row["machine"].startswith("cpu-") else "cuda"  # autocast has other rules on a CPU
-    return max(sum(items.values()) for items in memory.predicted(case_of(memory.TABLE, row), device).values())
+    return max(sum(items.values()) for items in memory.predicted(memory.TABLE.case_of(row), device).values())
 
 
 def saved_mib(context_length: int, dtype: str) -> float:
@@ -64,12 +63,9 @@ def peaks(rows: pd.DataFrame) -> pd.DataFrame:
     rows = rows.rename(columns={"context_length": "context"}).assign(**{"pass": rows["mode"].map(PASSES)})
     several = [name for name in ("size", "optimizer") if rows[name].nunique() > 1]
     index = ["machine", *several, "context", "pass"]
-    table = spread(
-        rows, index, {"predicted": rows["dtype"] + " predicted", "peak_gib": rows["dtype"] + ", GiB"}
-    )
-    return table[
-        [*index, *(f"{dtype}{what}" for dtype in rows["dtype"].unique() for what in (" predicted", ", GiB"))]
-    ]
+    words = {"predicted": " predicted", "peak_gib": ", GiB"}
+    table = spread(rows, index, {column: rows["dtype"] + word for column, word in words.items()})
+    return table[[*index, *(dtype + word for dtype in rows["dtype"].unique() for word in words.values())]]
 
 
 def errors(rows: pd.DataFrame) -> pd.DataFrame:
@@ -89,9 +85,8 @@ def errors(rows: pd.DataFrame) -> pd.DataFrame:
 def beside(chapter: Chapter, machine: str) -> pd.DataFrame:
     """The peak bytes of the cases that both the chapter's first machine and another have measured: `here`, `there`."""
     first = chapter.measured(machine=chapter.machines[:1])
-    both = first.merge(
-        chapter.on(machine).measured(), on=list(case_fields(memory.TABLE)), suffixes=("", "_there")
-    )
+    other = chapter.on(machine).measured()
+    both = first.merge(other, on=case_fields(memory.TABLE), suffixes=("", "_there"))
     return pd.DataFrame({"here": both["peak_bytes"], "there": both["peak_bytes_there"]})
 
 
@@ -131,7 +126,7 @@ def recording(chapter: Chapter, **case: Any) -> tuple[dict[str, Any], Timeline |
     rows = largest_model(chapter.rows(**case))
     rows = rows[rows["status"].isin(["ok", "oom"]) & rows["requested_bytes"].notna()]
     for row in rows.to_dict("records"):
-        path = memory.timeline_path(case_of(memory.TABLE, row), row["machine"], chapter.root)
+        path = memory.timeline_path(memory.TABLE.case_of(row), row["machine"], chapter.root)
         if not path.is_file():
             continue
         found = Timeline.from_json(path)
@@ -155,7 +150,7 @@ def first_step_gib(chapter: Chapter, context: int) -> Number:
 def _drawn(chapter: Chapter, status: str = "ok") -> list[int]:
     """The contexts of steps whose timelines are kept; one at least. status: `ok`, or `oom` of those that do not fit."""
     rows = largest_model(chapter.rows(mode="train_step", status=status)).to_dict("records")
-    return sorted({row["context_length"] for row in rows if memory.drawn(case_of(memory.TABLE, row))}) or [0]
+    return sorted({row["context_length"] for row in rows if memory.drawn(memory.TABLE.case_of(row))}) or [0]
 
 
 def explore(chapter: Chapter, label: str) -> None:

@@ -19,10 +19,9 @@ Number = Fraction | int | float
 
 @dataclass(frozen=True)
 class Format:
-    """A binary floating-point format. `bits`: what one number takes in memory, the sign's included."""
+    """A binary floating-point format."""
 
     name: str
-    bits: int
     exponent_bits: int
     fraction_bits: int
 
@@ -44,15 +43,6 @@ class Format:
     def largest(self) -> Fraction:
         return (2 - self.epsilon) * Fraction(2) ** self.largest_exponent
 
-    @property
-    def smallest_normal(self) -> Fraction:
-        return Fraction(2) ** self.smallest_exponent
-
-    @property
-    def smallest(self) -> Fraction:
-        """The smallest number above 0, a subnormal one."""
-        return self.epsilon * self.smallest_normal
-
     def ulp(self, x: Number) -> Fraction:
         """The distance between neighbors in the format around x ("unit in the last place"); x finite."""
         exponent = max(_exponent(Fraction(x)), self.smallest_exponent) if x else self.smallest_exponent
@@ -64,9 +54,7 @@ class Format:
             return x
         x = Fraction(x)
         step = self.ulp(x)
-        rounded = (
-            round(x / step) * step
-        )  # Python's round of a Fraction takes the even one of two equally near
+        rounded = round(x / step) * step  # Python's round takes the even one of two equally near
         if abs(rounded) > self.largest:
             return math.inf if x > 0 else -math.inf
         return rounded
@@ -75,11 +63,11 @@ class Format:
 FORMATS = {
     format.name: format
     for format in (
-        Format("fp64", 64, 11, 52),
-        Format("fp32", 32, 8, 23),
-        Format("tf32", 32, 8, 10),  # an operand of a tensor core; it is stored, and summed up, as fp32
-        Format("fp16", 16, 5, 10),
-        Format("bf16", 16, 8, 7),
+        Format("fp64", 11, 52),
+        Format("fp32", 8, 23),
+        Format("tf32", 8, 10),  # an operand of a tensor core; it is stored, and summed up, as fp32
+        Format("fp16", 5, 10),
+        Format("bf16", 8, 7),
     )
 }
 

@@ -153,15 +153,12 @@ def speed(rows: pd.DataFrame) -> pd.DataFrame:
     both = rows[rows["mode"] == "forward_backward"]
     heads = {f"{p}_ms_p50": f"{p} " + both["dtype"] + ", ms" for p in PASSES}
     found = tables.spread(both, keys, heads)
-    index = pd.MultiIndex.from_frame(found[keys])
-    together = lambda rows: (rows.groupby(keys)["run"].nunique() == 1).reindex(index).to_numpy()
-    for name in PASSES:
-        fp32, bf16 = (found.get(f"{name} {dtype}, ms", math.nan) for dtype in ("fp32", "bf16"))
-        found[f"{name}, ×"] = np.where(together(both), fp32 / bf16, math.nan)
-    step = rows[rows["mode"] == "train_step"]
-    whole = step.pivot(index=keys, columns="dtype", values="step_ms_p50")
-    whole = whole.reindex(index=index, columns=["fp32", "bf16"]).astype(float)
-    found["step, ×"] = (whole["fp32"] / whole["bf16"]).where(together(step)).to_numpy()
+    for name, mode in (*((name, "forward_backward") for name in PASSES), ("step", "train_step")):
+        column = f"{name}_ms_p50"
+        fp32, bf16 = (tables.chosen(rows, mode=mode, dtype=dtype) for dtype in ("fp32", "bf16"))
+        base = tables.looked_up(fp32, column, bf16, [*keys, "run"])
+        speedups = bf16.assign(speedup=base / bf16[column].astype(float))
+        found[f"{name}, ×"] = tables.looked_up(speedups, "speedup", found, keys)
     return found
 
 

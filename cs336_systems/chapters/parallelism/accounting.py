@@ -167,10 +167,6 @@ class Layout:
     def __post_init__(self) -> None:
         check_sizes(**vars(self))
 
-    @property
-    def devices(self) -> float:
-        return self.fsdp * self.tensor * self.stages
-
 
 HANDOUT = Layout(fsdp=16, tensor=4, fsdp_axes=2, tensor_axes=1)
 
@@ -197,17 +193,6 @@ class BlockTimes:
     compute: float
     weights: float
     activations: float
-
-    def communication(self, overlap: str) -> float:
-        check_choice("overlap", overlap, OVERLAPS)
-        together = overlap == "together"
-        return max(self.weights, self.activations) if together else self.weights + self.activations
-
-    def bound(self, overlap: str) -> str:
-        """What takes longest: "compute", "weights" or "activations"."""
-        if self.compute >= self.communication(overlap):
-            return "compute"
-        return "weights" if self.weights >= self.activations else "activations"
 
 
 def block_times(stack: Stack, chip: Chip, layout: Layout, tokens: float, exact: bool = False) -> BlockTimes:
@@ -244,9 +229,7 @@ def compute_bound_tokens(
     gathers must fit into what the collectives leave, B = T_weights / (T_compute - T_activations per token).
     """
     check_choice("overlap", overlap, OVERLAPS)
-    one = block_times(
-        stack, chip, layout, 1, exact
-    )  # a batch of one token: times that grow with B, for a token
+    one = block_times(stack, chip, layout, 1, exact)  # of one token: those that grow with B are for each
     left = one.compute - one.activations
     if overlap == "together":
         return one.weights / one.compute if left >= 0 else math.inf

@@ -1,8 +1,10 @@
-"""One gated feed-forward layer over N devices, as the calculations of spring 2026 ask for it: FLOPs, bytes, bounds.
+"""One gated feed-forward layer over N devices, as the calculations of spring 2026 ask for it: up to how many devices
+its communication hides behind its FLOPs.
 
-y = (f(x W₁) ∗ (x W₂)) W₃, x (B, D), W₁ and W₂ (D, F), W₃ (F, D), two bytes a number. A device does C FLOP/s and sends
-W bytes/s (a `Chip`'s `flops` and `axis_bytes_per_s`). Collectives go around a ring: an all-gather of S bytes, or a
-reduce-scatter, takes (N - 1)/N · S/W, an all-reduce both. Communication overlaps compute, so a bound is where their
+y = (f(x W₁) ∗ (x W₂)) W₃, x (B, D), W₁ and W₂ (D, F), W₃ (F, D), two bytes a number: 6·D·F of weights, 2·B·D of
+activations. However it is split, a device does 6·B·D·F / N FLOPs forward and twice as many backward, at C FLOP/s, and
+sends W bytes/s (a `Chip`'s `flops` and `axis_bytes_per_s`). Collectives go around a ring: an all-gather of S bytes, or
+a reduce-scatter, takes (N - 1)/N · S/W, an all-reduce both. Communication overlaps compute, so a bound is where their
 times are equal. All bounds are exact: N = 1 communicates nothing and is within each. `equations` runs these layers and
 counts what they send.
 """
@@ -47,74 +49,25 @@ class Layer:
     def __post_init__(self) -> None:
         check_sizes(**vars(self))
 
-    @property
-    def weight_bytes(self) -> float:
-        """6·D·F: three matrices."""
-        return BYTES * MATRICES * self.d_model * self.d_ff
-
-    @property
-    def activation_bytes(self) -> float:
-        """2·B·D: the input, the output, or the gradient of either."""
-        return BYTES * self.tokens * self.d_model
-
-    def flops(self, part: str, devices: float = 1) -> float:
-        """6·B·D·F / N forward and 12·B·D·F / N backward, however the work is split over N devices."""
-        check_choice("part", part, tuple(PARTS))
-        return PARTS[part] * 2 * MATRICES * self.tokens * self.d_model * self.d_ff / devices
-
-
-# ------------------------------------------------------------------------------------- bytes that a device sends
-def ring_bytes(num_bytes: float, devices: float) -> float:
-    """What a device sends in an all-gather or a reduce-scatter of `num_bytes`: all shards but one."""
-    return num_bytes * (devices - 1) / devices
-
-
-def alternate_all_reduce_bytes(num_bytes: float, devices: float) -> float:
-    """What a device sends in a ring that passes on whole tensors, N - 1 times: N/2 times what `ring_bytes`' all-reduce
-    sends."""
-    return num_bytes * (devices - 1)
-
-
-def data_parallel_bytes(layer: Layer, devices: float) -> float:
-    """Backward: an all-reduce of all gradients."""
-    return 2 * ring_bytes(layer.weight_bytes, devices)
-
-
-def fsdp_bytes(layer: Layer, part: str, devices: float) -> float:
-    """Forward gathers the weights; backward gathers them again and reduce-scatters their gradients."""
-    return PARTS[part] * ring_bytes(layer.weight_bytes, devices)
-
-
-def tensor_bytes(layer: Layer, devices: float) -> float:
-    """An all-reduce of (B, D) in each pass: of the output forward, of the input's gradient backward."""
-    return 2 * ring_bytes(layer.activation_bytes, devices)
-
-
-def grid_bytes(layer: Layer, fsdp: float, tensor: float) -> tuple[float, float]:
-    """Forward on a grid: a device's gather of its F/Y columns of weights over X, and its all-reduce of (B/X, D) over
-    Y."""
-    return (
-        ring_bytes(layer.weight_bytes / tensor, fsdp),
-        2 * ring_bytes(layer.activation_bytes / fsdp, tensor),
-    )
-
 
 # ------------------------------------------------------------------------------------------------------ bounds
 def data_parallel_limit(layer: Layer, device: Chip) -> float:
-    """The most devices of which communication takes no longer than compute: 1 + B/α. Backward of data parallelism, and
-    both passes of FSDP: FLOPs and bytes double together."""
+    """The most devices of which communication takes no longer than compute: 1 + B/α. Backward of data parallelism, an
+    all-reduce of all gradients; and both passes of FSDP: forward gathers the weights, backward gathers them again and
+    reduce-scatters their gradients, so FLOPs and bytes double together."""
     return 1 + layer.tokens / device.alpha
 
 
 def tensor_limit(layer: Layer, device: Chip, part: str) -> float:
-    """The same for tensor parallelism: 1 + 3F/(2α) forward and, with twice the FLOPs for the same bytes, 1 + 3F/α
-    backward."""
+    """The same for tensor parallelism, an all-reduce of (B, D) in each pass, of the output or of the input's gradient:
+    1 + 3F/(2α) forward and, with twice the FLOPs for the same bytes, 1 + 3F/α backward."""
     check_choice("part", part, tuple(PARTS))
     return 1 + PARTS[part] * MATRICES * layer.d_ff / (2 * device.alpha)
 
 
 def grid_limit(layer: Layer, device: Chip, overlap: str) -> tuple[float, float, float]:
-    """(N, X, Y): the most devices of a grid, and their best split, of which a forward pass is compute-bound.
+    """(N, X, Y): the most devices of a grid, and their best split, of which a forward pass is compute-bound. A device
+    gathers its F/Y columns of weights over X, and all-reduces its (B/X, D) over Y.
 
     Together, each axis has its own bound and N = (1 + B/α)·(1 + 3F/(2α)). In turn, 6F(X - 1) + 4B(Y - 1) ≤ 6BF/α: the
     product X·Y is largest where 6FX and 4BY are equal, half of K = 6BF/α + 6F + 4B each, so N = K²/(96·B·F). (If that

@@ -227,9 +227,8 @@ def region_figure(setting: Setting) -> Figure:
 
 
 # ------------------------------------------------------------------------------------------- one gated layer
-LAYER = layer.Layer(
-    tokens=2 * 32_768, d_model=4096, d_ff=11_008
-)  # of the 8B model whose step 2026's leaderboard times
+# of the 8B model whose step 2026's leaderboard times
+LAYER = layer.Layer(tokens=2 * 32_768, d_model=4096, d_ff=11_008)
 
 
 def limits_table() -> pd.DataFrame:

@@ -34,6 +34,20 @@ PORTABLE = ("f_production", "b_production")
 
 
 # ------------------------------------------------------------------------------------------------ cases
+@dataclass(frozen=True)
+class Case:
+    """One pass of `impl` on `heads` × (seq_len, head_dim), batch 1. `repeat` 1 measures the same thing again."""
+
+    impl: str
+    part: str
+    heads: int
+    seq_len: int
+    head_dim: int
+    is_causal: bool
+    dtype: str
+    repeat: int = 0
+
+
 def with_pair(make: Callable[..., Any], impls: Any, *rest: Any, again: str = "flash_triton") -> list[Any]:
     """The cases of a group, `make(impl, *rest)`, and one of them again (A/A)."""
     return [make(impl, *rest) for impl in impls] + [make(again, *rest, repeat=1)]
@@ -147,10 +161,7 @@ def _reference_compiled(asked: Asked) -> Made:
 
 
 def _on_four_axes(apply: Callable[..., Any]) -> Callable[..., Any]:
-    def on_four_axes(q, k, v):
-        return apply(q, k, v) if q.ndim == 4 else apply(q[None], k[None], v[None])[0]
-
-    return on_four_axes
+    return lambda q, k, v: apply(q, k, v) if q.ndim == 4 else apply(q[None], k[None], v[None])[0]
 
 
 def _sdpa(name: str, asked: Asked) -> Made:
@@ -224,10 +235,8 @@ def _first(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _on_three_axes(apply: Callable[..., Any]) -> Callable[..., Any]:
-    def on_three_axes(q, k, v):  # squeezed, not indexed, whose gradient would be a copy
-        return apply(*(x.squeeze(0) for x in (q, k, v))).unsqueeze(0)
-
-    return on_three_axes
+    # squeezed, not indexed, whose gradient would be a copy
+    return lambda q, k, v: apply(*(x.squeeze(0) for x in (q, k, v))).unsqueeze(0)
 
 
 def _package(module: str, package: str, called: str, asked: Asked) -> Made:
@@ -256,9 +265,7 @@ def _varlen(asked: Asked) -> Made:
     )
     options |= {"enable_gqa": True} if asked.grouped else {}
 
-    def packed(q, k, v):
-        return varlen_attn(q, k, v, ends, ends, longest, longest, **options)
-
+    packed = lambda q, k, v: varlen_attn(q, k, v, ends, ends, longest, longest, **options)
     return _on_three_axes(packed), "torch varlen_attn"
 
 

@@ -14,10 +14,8 @@ TRITON = (
     "attention/hopper/backward.py", "attention/hopper/backward_dq.py", "attention/hopper/backward_ends.py",
     "attention/hopper/backward_few.py", "attention/hopper/backward_state.py", "attention/hopper/backward_steps.py",
     "attention/hopper/backward_wide.py", "attention/hopper/common.py", "attention/hopper/configs.py",
-    "attention/hopper/forward.py",
-    "attention/hopper/forward_alone.py", "attention/hopper/forward_state.py", "attention/hopper/forward_wide.py",
-    "attention/hopper/launch.py",
-    "attention/hopper/split.py",
+    "attention/hopper/forward.py", "attention/hopper/forward_alone.py", "attention/hopper/forward_state.py",
+    "attention/hopper/forward_wide.py", "attention/hopper/launch.py", "attention/hopper/split.py",
     "attention/hopper/split_launch.py", "attention/hopper/tma.py",
 )  # fmt: skip
 CUDA = (
@@ -27,12 +25,8 @@ CUDA = (
 )  # fmt: skip
 ATTENTION = (*PLAIN, *TILED, *TRITON, *CUDA)  # any of them
 LADDER = (
-    "ladder/function.py",
-    "ladder/kernels.py",
-    "ladder/launch.py",
-    "ladder/resources.py",
-    "ladder/steps.py",
-)
+    "ladder/function.py", "ladder/kernels.py", "ladder/launch.py", "ladder/resources.py", "ladder/steps.py",
+)  # fmt: skip
 TURNS = ("measure/device.py", "measure/clocks/turns.py")
 CALL_CLOCK = (*TURNS, "measure/clocks/calls.py")
 STEP_CLOCK = (*TURNS, "measure/clocks/steps.py")

@@ -9,7 +9,6 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from cs336_systems.chapters.shared.rows import case_of
 from cs336_systems.measure.trace import overlap
 from cs336_systems.report import Chapter, figures
 
@@ -23,7 +22,7 @@ def kept(
     machine, results folder), of the first machine that has it."""
     found: dict[str, list[overlap.Overlap]] = {}
     for row in chapter.measured(kind="trace", **where).to_dict("records"):
-        path = path_of(case_of(chapter.experiment, row), row["machine"], chapter.root)
+        path = path_of(chapter.experiment.case_of(row), row["machine"], chapter.root)
         if path.is_file():
             found.setdefault(row["wrapper"], overlap.from_json(path))
     return found

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -99,18 +99,11 @@ def _named(size: str, context_length: int) -> dict[str, Any]:
     return {"model.size": size, "model.context_length": context_length}
 
 
-def what_fits(
-    gib: float, sizes: Sequence[str], contexts: Sequence[int], dtype: str = "fp16"
-) -> list[dict[str, Any]]:
-    """By size and context length: the most sequences of a step on one GPU of so much memory, and the GiB that they (or
-    one, where none fits) need."""
-    lines = []
-    for size in sizes:
-        for context in contexts:
-            most = largest_batch(size, context, gib, dtype)
-            need = gib_of(size, context, max(1, most), dtype)
-            lines.append({"size": size, "context_length": context, "sequences": most, "gib": need})
-    return lines
+def what_fits(gib: float, size: str, context_length: int, dtype: str = "fp16") -> tuple[int, float]:
+    """The most sequences of a step on one GPU of so much memory, and the GiB that they (or one, where none fits)
+    need."""
+    most = largest_batch(size, context_length, gib, dtype)
+    return most, gib_of(size, context_length, max(1, most), dtype)
 
 
 def told(plan: Plan) -> Iterator[str]:
@@ -119,8 +112,8 @@ def told(plan: Plan) -> Iterator[str]:
     yield f"on a GPU with {gib:.1f} GiB, in {dtype}: the most sequences a step, and the GiB they need"
     yield f"  {'size':8}" + "".join(f"{n:>7} tokens" for n in SHOWN_CONTEXTS)
     for size in MODEL_SIZES:
-        lines = what_fits(gib, (size,), SHOWN_CONTEXTS, dtype)
-        cells = [f"{line['sequences'] or '-'} ({line['gib']:.1f})" for line in lines]
+        found = (what_fits(gib, size, context, dtype) for context in SHOWN_CONTEXTS)
+        cells = [f"{most or '-'} ({need:.1f})" for most, need in found]
         yield f"  {size:8}" + "".join(f"{cell:>14}" for cell in cells)
     yield from list(defaults.about(plan.config, plan.machine))[:2]
     yield f"under torchrun: {plan.command}"

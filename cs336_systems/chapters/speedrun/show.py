@@ -16,12 +16,11 @@ SIZES = ("mini", "small", "medium", "large", "xl", "2.7B")
 def fits(gib: float, dtype: str = "fp16") -> pd.DataFrame:
     """By size, for each context length: the most sequences of a step on one GPU, and the GiB that they need (those of
     one sequence where not one fits)."""
-    columns: dict[str, list] = {"size": list(SIZES)}
-    for context in experiment.CONTEXTS:
-        lines = plan.what_fits(gib, SIZES, (context,), dtype)
-        columns[f"{context} tokens"] = [line["sequences"] for line in lines]
-        columns[f"GiB at {context}"] = [line["gib"] for line in lines]
-    return pd.DataFrame(columns)
+    found = pd.DataFrame({"size": SIZES})
+    for n in experiment.CONTEXTS:
+        fitting = [plan.what_fits(gib, size, n, dtype) for size in SIZES]
+        found[f"{n} tokens"], found[f"GiB at {n}"] = zip(*fitting, strict=True)
+    return found
 
 
 def held_against(rows: pd.DataFrame) -> pd.DataFrame:

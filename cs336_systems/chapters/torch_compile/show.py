@@ -94,23 +94,19 @@ def sizes(rows: pd.DataFrame) -> pd.DataFrame:
     step measured again, and the speedups, of one run each."""
     rows = tables.chosen(rows, batch=4, attention="reference", compile=["off", "default"])
     keys = ["machine", "dtype", "context_length", "size"]
-
-    def pick(mode: str, compile: str, repeat: int = 0) -> pd.DataFrame:
-        found = tables.chosen(rows, mode=mode, compile=compile, repeat=repeat)
-        return found.set_index(keys)[["step_ms_p50", "run"]].reindex(index)
-
-    index = pd.MultiIndex.from_frame(rows[keys].drop_duplicates())
-    out: dict[str, pd.Series] = {}
+    out = rows[keys].drop_duplicates(ignore_index=True)
+    told = lambda known, column="step_ms_p50": tables.looked_up(known, column, out, keys)
     for mode, head in (("forward", "F"), ("train_step", "step")):
-        eager, compiled = pick(mode, "off"), pick(mode, "default")
-        ms, compiled_ms = (found["step_ms_p50"].astype(float) for found in (eager, compiled))
-        out[f"{head} eager, ms"] = ms
+        of_mode = tables.chosen(rows, mode=mode)
+        eager, again = (tables.chosen(of_mode, compile="off", repeat=repeat) for repeat in (0, 1))
+        compiled = tables.chosen(of_mode, compile="default", repeat=0)
+        base = tables.looked_up(eager, "step_ms_p50", compiled, [*keys, "run"])
+        compiled = compiled.assign(speedup=base / compiled["step_ms_p50"].astype(float))
+        out[f"{head} eager, ms"] = told(eager)
         if mode == "train_step":
-            out["again, ms"] = pick(mode, "off", 1)["step_ms_p50"].astype(float)
-        out[f"{head} compiled, ms"] = compiled_ms
-        out[f"{head}, ×"] = (ms / compiled_ms).where(eager["run"] == compiled["run"])
-    found = pd.DataFrame(out).reset_index()
-    found = found.rename(columns={"context_length": "context"})
+            out["again, ms"] = told(again)
+        out[f"{head} compiled, ms"], out[f"{head}, ×"] = told(compiled), told(compiled, "speedup")
+    found = out.rename(columns={"context_length": "context"})
     return tables.in_order(found, ["dtype", "context", "size"], ("bf16", "fp32"), SIZES)
 
 

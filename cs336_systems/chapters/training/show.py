@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 
 from cs336_systems import accounting
 from cs336_systems.chapters.hardware.roofs import Roofs, roofs
-from cs336_systems.chapters.shared.rows import case_of
 from cs336_systems.chapters.training import ladder as ladder_experiment
 from cs336_systems.chapters.training import trials
 from cs336_systems.measure.clocks.turns import each
@@ -41,7 +40,7 @@ def roofs_of(machines: list[str], root: Path) -> dict[str, Roofs]:
 def predicted_tokens_per_s(row: Any, roof: Roofs) -> float:
     """By the least time of the kernels at the machine's roofs (else the data sheet's), communication hidden; CUDA
     graphs and the sharded optimizer change nothing in it. NaN where no roof is known."""
-    case = case_of(ladder_experiment.TABLE, row)
+    case = ladder_experiment.TABLE.case_of(row)
     ranks = row.world_size if case.wrapper != "none" else 1
     sheet = roof.sheet or accounting.Peaks(math.nan)
     tflops = roof.tflops.get(case.dtype, sheet.tflops.get(case.dtype, math.nan))

@@ -9,7 +9,6 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cs336_systems.chapters.shared.rows import looked_up
 from cs336_systems.chapters.training import measure as experiment
 from cs336_systems.chapters.training.folder import write
 from cs336_systems.chapters.training.trials import ATTENTIONS, EPOCH_MB
@@ -28,7 +27,7 @@ def scaled(rows: pd.DataFrame) -> pd.DataFrame:
     rows = tables.in_order(rows, ["world_size", "attention", "wrapper", "sharded"], ATTENTIONS, WRAPPERS)
     alone = tables.chosen(rows, wrapper=experiment.ALONE, repeat=0)
     keys = ["run", *(f for f in case_fields(experiment.TABLE) if f not in ("wrapper", "sharded", "repeat"))]
-    one = looked_up(alone.drop_duplicates(keys), "tokens_per_s", rows, keys)
+    one = tables.looked_up(alone.drop_duplicates(keys), "tokens_per_s", rows, keys)
     efficiency = rows["tokens_per_s"].astype(float) / (one * rows["world_size"])
     return rows.assign(efficiency=efficiency.where(rows["wrapper"] != experiment.ALONE))
 

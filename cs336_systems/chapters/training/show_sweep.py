@@ -7,7 +7,6 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from cs336_systems.chapters.shared.rows import looked_up
 from cs336_systems.chapters.training.folder import write
 from cs336_systems.chapters.training.sweep import ATTENTIONS
 from cs336_systems.report import figures, tables
@@ -23,7 +22,7 @@ def ordered(rows: pd.DataFrame) -> pd.DataFrame:
     shapes = [f"{q}:{k}" for q, k in zip(rows["num_queries"], rows["num_keys"], strict=True)]
     keys = ["run", "num_queries", "num_keys"]
     plain = tables.chosen(rows, attention=PLAIN, repeat=0).drop_duplicates(keys)
-    base = looked_up(plain, "forward_ms_p50", rows, keys)
+    base = tables.looked_up(plain, "forward_ms_p50", rows, keys)
     return rows.assign(tier=shapes, plain=base / rows["forward_ms_p50"].astype(float))
 
 

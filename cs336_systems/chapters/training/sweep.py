@@ -31,13 +31,9 @@ if TYPE_CHECKING:
     import torch
 
 DEPENDS = (
-    *depends.PLAIN,
-    *depends.TILED,
-    *depends.TRITON,
-    *depends.CALL_CLOCK,
-    *depends.STEP_CLOCK,
+    *depends.PLAIN, *depends.TILED, *depends.TRITON, *depends.CALL_CLOCK, *depends.STEP_CLOCK,
     "chapters/shared/memory_cap.py",
-)
+)  # fmt: skip
 GROUP = ("head_dim", "heads", "batch", "dtype", "cap_gib")
 PARTS = ("forward", "both")
 METRICS = (

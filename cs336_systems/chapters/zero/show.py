@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from cs336_systems import accounting
 from cs336_systems.accounting.zero import ADAMW_BYTES, STEP_MOMENTS
 from cs336_systems.chapters.hardware.roofs import Roofs
-from cs336_systems.chapters.shared.rows import case_of
 from cs336_systems.chapters.zero import measure as experiment
 from cs336_systems.report import figures, tables
 from cs336_systems.sizes import size
@@ -69,14 +68,9 @@ def _table(rows: pd.DataFrame, metrics: dict[str, str], scale: float = 1.0) -> p
     names = {"machine": "machine", "world_size": "GPUs", "context_length": "context", "moment": "moment"}
     keys = [k for k in names if k == "machine" or rows[k].nunique() > 1]
     heads = [names[k] for k in keys] + ["variant"]
-    frame = rows.rename(columns=names | metrics).assign(
-        moment=rows["moment"].map(MOMENTS), variant=rows["variant"].map(VARIANTS)
-    )
-    if frame.empty:
-        return frame[[*heads, *metrics.values()]]
-    columns = list(metrics.values())
-    scaled = frame.assign(**{head: scale * frame[head].astype(float) for head in columns})
-    return tables.spread(scaled, heads, dict(zip(columns, columns, strict=True)))
+    scaled = {column: scale * rows[column].astype(float) for column in metrics}
+    words = {"moment": rows["moment"].map(MOMENTS), "variant": rows["variant"].map(VARIANTS)}
+    return tables.spread(rows.rename(columns=names).assign(**scaled, **words), heads, metrics)
 
 
 # ------------------------------------------------------------------------------------------------ memory
@@ -95,14 +89,14 @@ def peaks(rows: pd.DataFrame) -> pd.DataFrame:
     rows = _sorted(rows[rows["moment"].isin(["later_forward", "later_before", "later_after"])])
     keys = ["machine", "world_size", "context_length", "variant"]
     most = rows.groupby(keys, sort=False)["peak_bytes"].transform(lambda x: x.max(skipna=False))
-    rows = rows.assign(peak_bytes=most)[rows["moment"] == "later_before"].assign(moment="later_before")
+    rows = rows.assign(peak_bytes=most)[rows["moment"] == "later_before"]
     out = _table(rows, {"peak_bytes": "peak, GiB"}, 1 / GIB)
     return out.assign(**{"closed form, GiB": _closed_gib(rows, experiment.predicted_peak)})
 
 
 def _closed_gib(rows: pd.DataFrame, form: Callable[..., dict[str, int]]) -> list[float]:
     devices = rows["source"].map({"tensors": "cpu"}).fillna("cuda")
-    cases = (case_of(experiment.TABLE, row) for row in rows.itertuples())
+    cases = map(experiment.TABLE.case_of, rows.itertuples())
     return [sum(form(*each).values()) / GIB for each in zip(cases, devices, strict=True)]
 
 
