@@ -394,6 +394,25 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_step(tmp_path):
     assert checkpoints.found(tmp_path / "checkpoints")[-1].name == "step-00000006"
 
 
+@pytest.mark.parametrize("last", [6, 12])
+def test_weights_that_a_step_has_spoiled_are_no_checkpoint(tmp_path, last):
+    """The loss of that step is still finite: its gradient is not."""
+    trainer = Trainer(made(tmp_path, checkpoints__every=1, checkpoints__keep=2, schedule__steps=last), data())
+    spoil = lambda: trainer.model.lm_head.weight.register_hook(lambda gradient: gradient / 0)
+    before_step(trainer, 6, spoil)
+    with pytest.raises(TrainingError, match=r"not finite in step.* 6; the last good .*step-00000005$"):
+        trainer.run()
+    weights = checkpoints.weights_of(checkpoints.newest_sound(tmp_path / "checkpoints"))
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+
+
+def test_a_held_out_loss_that_is_not_finite_is_no_result(tmp_path):
+    trainer = Trainer(made(tmp_path), data())
+    trainer.evaluate = lambda everything=False: float("inf") if everything else 1.0
+    with pytest.raises(TrainingError, match="not finite in step 12; no checkpoint was saved"):
+        trainer.run()
+
+
 @pytest.fixture(scope="module")
 def two_checkpoints(tmp_path_factory):
     """A finished run's folder with two checkpoints, to be copied."""
