@@ -212,11 +212,32 @@ def test_weights_begin_with_the_tokens_that_they_know(tmp_path):
     silent = {"generation__samples": 0}
     pipeline.train(made(tmp_path / "a", **silent), lambda line: None)
     begun = tmp_path / "a" / "checkpoints" / "step-00000006"
-    other = {"checkpoints__init_from": str(begun), "text__seed": 7, **silent}
-    with pytest.raises(ValueError, match=r"init_from=.*tokenizer\.path=.*tokenizer\.json takes it"):
-        pipeline.train(made(tmp_path / "b", **other), lambda line: None)
     theirs = str(begun / "tokenizer.json")
-    pipeline.train(made(tmp_path / "c", tokenizer__path=theirs, **other), lambda line: None)
+    for number, place in enumerate((begun, begun / "model.safetensors", tmp_path / "a")):
+        other = {"checkpoints__init_from": str(place), "text__seed": 7, **silent}
+        with pytest.raises(ValueError, match=r"init_from=.*tokenizer\.path=.*tokenizer\.json takes it"):
+            pipeline.train(made(tmp_path / "b", **other), lambda line: None)
+        pipeline.train(made(tmp_path / f"c{number}", tokenizer__path=theirs, **other), lambda line: None)
+
+
+def test_weights_of_other_heads_begin_nothing(tmp_path):
+    """Their tensors have the same shapes."""
+    pipeline.train(made(tmp_path / "a", generation__samples=0), lambda line: None)
+    with pytest.raises(ValueError, match=r"step-00000006 do not fit .*: model\.num_heads=2, now 4; "):
+        pipeline.train(
+            made(tmp_path / "b", checkpoints__init_from=str(tmp_path / "a"), model__num_heads=4),
+            lambda line: None,
+        )
+
+
+def test_what_a_path_leads_to(tmp_path):
+    assert checkpoints.of(tmp_path) is None and checkpoints.of(tmp_path / "none") is None
+    pipeline.train(made(tmp_path, checkpoints__every=3, generation__samples=0), lambda line: None)
+    older, newer = checkpoints.found(folder := tmp_path / "checkpoints")
+    for place in (tmp_path, newer, newer / "model.safetensors"):
+        assert checkpoints.of(place) == newer
+    (folder / "best").write_text(older.name)
+    assert checkpoints.of(tmp_path) == older
 
 
 def test_two_ranks_have_the_loss_of_one(tmp_path):

@@ -41,6 +41,28 @@ def naming(what: str, path: Path) -> Iterator[None]:
         raise StoreError(f"cannot {what} {path}: {error.strerror or error}") from error
 
 
+@contextmanager
+def in_a_line(what: str, advice: str = "") -> Iterator[None]:
+    """Turns whatever is raised within, of others' packages anything, into one error: what, why, advice."""
+    try:
+        yield
+    except (StoreError, MemoryError):
+        raise
+    except Exception as error:
+        why = next(filter(None, map(str.strip, str(error).splitlines())), "")
+        raise StoreError(f"{what}: {type(error).__name__}: {why[:200]}{advice}") from error
+
+
+@contextmanager
+def reading(file: Path, advice: str = "") -> Iterator[None]:
+    """The same of damaged or foreign content, whose error names the file; of a file that is not there, too."""
+    with in_a_line(f"{file} is damaged", advice):
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise StoreError(f"{error.filename or file} is missing{advice}") from error
+
+
 # ------------------------------------------------------------------------------------------------- reading
 def opened(path: Path) -> BufferedReader:
     """A regular file to read; OSError for what else may stand there: a pipe or a device need never end."""

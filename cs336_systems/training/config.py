@@ -182,7 +182,7 @@ class Checkpoints:
     best: bool = _key(False, "keep the one of the lowest validation loss as well")
     resume: str = _key("no", "no, auto (the newest sound one of this run, if any), or a checkpoint's path")
     resume_changed: bool = _key(False, "go on though settings that change the run are others by now")
-    init_from: str = _key("", "a checkpoint, .safetensors or .pt file whose weights are the first")
+    init_from: str = _key("", "a checkpoint, run, .safetensors or .pt file whose weights are the first")
 
 
 @dataclass(frozen=True)

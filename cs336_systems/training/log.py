@@ -14,7 +14,6 @@ from tqdm import tqdm
 
 from cs336_systems.store import files
 from cs336_systems.store.machine import has_module
-from cs336_systems.training import outputs
 from cs336_systems.training.config import Logging, TrainingConfig
 
 COLUMNS = (
@@ -36,7 +35,7 @@ def check_trackers(told: Logging) -> None:
             raise ValueError(f"logging.{name} needs a package: pip install 'cs336-systems[{name}]'")
     if told.wandb:
         advice = " (`wandb login` once, or WANDB_MODE=offline in the environment)"
-        with outputs.in_a_line(f"logging.wandb={told.wandb!r}", advice):
+        with files.in_a_line(f"logging.wandb={told.wandb!r}", advice):
             from wandb import login
 
             login()
@@ -115,7 +114,7 @@ def read(file: Path) -> list[dict[str, str]]:
     """The lines of a log, as texts; none where there is no log. ValueError for a file that is none."""
     if not file.is_file():
         return []
-    with outputs.reading(file), open(file, newline="", encoding="utf-8") as opened:
+    with files.reading(file), open(file, newline="", encoding="utf-8") as opened:
         reader = csv.DictReader(opened)
         if tuple(reader.fieldnames or ()) != COLUMNS:
             raise ValueError(f"its columns are {reader.fieldnames}")

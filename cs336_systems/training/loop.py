@@ -29,7 +29,7 @@ from cs336_systems.model import build
 from cs336_systems.parallel.agreement import agreement
 from cs336_systems.parallel.fsdp import FullyShardedDataParallel, ShardedGradScaler
 from cs336_systems.store import files
-from cs336_systems.training import checkpoints, modes, optimizer, outputs, resuming
+from cs336_systems.training import checkpoints, modes, optimizer, resuming
 from cs336_systems.training.batches import Batches, Data
 from cs336_systems.training.clock import Clock
 from cs336_systems.training.config import TrainingConfig, for_ranks
@@ -229,7 +229,7 @@ class Trainer:
             torch.set_rng_state(random["cpu"])
             if self.device != "cpu" and "cuda" in random:
                 torch.cuda.set_rng_state(random["cuda"], self.device)
-        with outputs.reading(path / "checkpoint.json"):
+        with files.reading(path / "checkpoint.json"):
             self.step, self._count = about["step"], about["count"]
             self.clock.resume(about["seconds"], self.step)
             self.best = math.inf if about["best"] is None else about["best"]

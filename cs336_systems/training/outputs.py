@@ -73,28 +73,6 @@ def first_wrong(folder: Path, files: Mapping[str, Any]) -> str:
     return ""
 
 
-@contextlib.contextmanager
-def in_a_line(what: str, advice: str = "") -> Iterator[None]:
-    """Turns whatever is raised within, of others' packages anything, into one error: what, why, advice."""
-    try:
-        yield
-    except (StoreError, MemoryError):
-        raise
-    except Exception as error:
-        why = next(filter(None, map(str.strip, str(error).splitlines())), "")
-        raise StoreError(f"{what}: {type(error).__name__}: {why[:200]}{advice}") from error
-
-
-@contextlib.contextmanager
-def reading(file: Path, advice: str = "") -> Iterator[None]:
-    """The same of damaged or foreign content, whose error names the file; of a file that is not there, too."""
-    with in_a_line(f"{file} is damaged", advice):
-        try:
-            yield
-        except FileNotFoundError as error:
-            raise StoreError(f"{error.filename or file} is missing{advice}") from error
-
-
 def _hold(files: Mapping[str, Any], expected: Mapping[str, str], folder: Path) -> None:
     for name, about in files.items():
         if about["sha256"] != expected.get(name, about["sha256"]):

@@ -84,8 +84,11 @@ def _begin(config: TrainingConfig, say: Say, held: contextlib.ExitStack) -> list
         say(f"training: {config.out} holds it already, {result['step']} steps")
         return ["", result]
     start = _where_to_start(config, say)
+    at = None
     if begun := "" if start else config.checkpoints.init_from:  # what goes on has its weights
         checkpoints.weights_of(Path(begun).expanduser())
+        if at := checkpoints.of(Path(begun).expanduser()):
+            resuming.check(at, checkpoints.told(at), config, dtype=None)
     if start:
         dtype = modes.dtype_of(config.run.dtype, modes.device_of(config.run.device))
         resuming.check(Path(start), checkpoints.load(Path(start))[0], config, dtype)
@@ -93,8 +96,8 @@ def _begin(config: TrainingConfig, say: Say, held: contextlib.ExitStack) -> list
     forecast.check_fits(config, info.vocab_size)  # of a tokenizer that is there now
     for name, ids in (("train", info.train), ("valid", info.valid)):
         batches.Batches(ids, config.model.context_length, 1, 0, name)  # refuses a text too short
-    theirs, known = Path(begun).expanduser() / checkpoints.TOKENIZER, info.tokenizer
-    if begun and known and theirs.is_file() and outputs.sha256(theirs) != info.files[known.name]:
+    theirs, known = at and at / checkpoints.TOKENIZER, info.tokenizer
+    if theirs and known and theirs.is_file() and outputs.sha256(theirs) != info.files[known.name]:
         raise ValueError(
             f"checkpoints.init_from={begun}: its weights know the tokens of {theirs}, not of this run's "
             f"tokenizer; tokenizer.path={theirs} takes it"
@@ -139,7 +142,7 @@ def _finished(config: TrainingConfig) -> dict[str, Any] | None:
     """The result of this very run, if it has been trained to its end."""
     if not (path := Path(config.out) / "result.json").exists():
         return None
-    with outputs.reading(path, advice="; remove it, or choose another out"):
+    with files.reading(path, advice="; remove it, or choose another out"):
         result = json.loads(files.content(path))
         return result if result["digest"] == digest(config) and not result["stopped"] else None
 
@@ -201,18 +204,15 @@ def _finish(config: TrainingConfig, start: str, result: dict[str, Any], say: Say
 
 
 def trained(place: Path, device: str = "auto", say: Say = silent) -> tuple[TransformerLM, Tokenizer, int]:
-    """A trained model, its tokenizer, and the token after each document. `place`: a checkpoint, or a run's folder (its
-    best checkpoint, or its newest sound one; `say` gets why newer ones are none).
+    """A trained model, its tokenizer, and the token after each document. place, say: as of `checkpoints.of`.
 
     ValueError where there is none, or no tokenizer; StoreError for one that is not sound.
     """
     from cs336_systems.model import build
     from cs336_systems.training import checkpoints, modes
 
-    path, folder, why = place, place / "checkpoints", []
-    if folder.is_dir() and not ((path := checkpoints.best_of(folder)) and path.is_dir()):
-        path = checkpoints.newest_sound(folder, say=why.append)
-    if path is None or not (path / "checkpoint.json").is_file():
+    why: list[str] = []
+    if not (path := checkpoints.of(place, why.append)):
         none = f"{place} is neither a checkpoint nor the folder of a run that has one"
         raise ValueError("; ".join([none, *why]))
     for line in why:

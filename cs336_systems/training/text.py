@@ -29,7 +29,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from cs336_systems.store.files import naming
+from cs336_systems.store.files import in_a_line, naming, reading
 from cs336_systems.store.machine import cpu_cores, has_module
 from cs336_systems.store.pool import Pool
 from cs336_systems.training import documents, outputs
@@ -106,7 +106,7 @@ def prepare(config: Text, folder: Path, log: Say = print, expected: Mapping[str,
         return {"splits": splits, "about": f"{sizes[0]}; {sizes[1]} held out"}
 
     told = outputs.stage(folder, "text", made_from, make, log, expected)
-    with outputs.reading(folder / "text.json", outputs.ANEW):
+    with reading(folder / "text.json", outputs.ANEW):
         train, valid = (
             Split(folder / file, sha256=told["files"][file]["sha256"], **told["splits"][name])
             for name, file in (("train", "train.txt"), ("valid", "valid.txt"))
@@ -151,7 +151,7 @@ def _fetched(name: str) -> Path:
     import huggingface_hub
 
     advice = "; --source FILE takes a text that is here"
-    with outputs.in_a_line(f"text.source='tinystories': {name} cannot be fetched", advice):
+    with in_a_line(f"text.source='tinystories': {name} cannot be fetched", advice):
         return Path(huggingface_hub.hf_hub_download(REPOSITORY, name, repo_type="dataset"))
 
 
