@@ -558,6 +558,29 @@ def test_retention_keeps_the_newest_and_the_best(tmp_path):
     assert names == [6, 12, 14] and checkpoints.best_of(tmp_path / "checkpoints").name == "step-00000006"
 
 
+def best_after_more(out, *losses, **changes):
+    """Of a run whose best checkpoint is step 4, and that goes on with these held-out losses."""
+    run = {"checkpoints__best": True, "evaluation__every": 4, "schedule__steps": 4}
+    trainer = Trainer(made(out, **run), data())
+    trainer.evaluate = lambda everything=False: 2.0
+    trainer.run()
+    trainer = Trainer(made(out, **run | {"schedule__steps": 8} | changes), data())
+    trainer.resume(out / "checkpoints" / "step-00000004")
+    told = iter(losses)
+    trainer.evaluate = lambda everything=False: next(told)
+    trainer.run()
+    return (best := checkpoints.best_of(out / "checkpoints")) and best.name
+
+
+def test_the_best_checkpoint_is_the_best_of_the_whole_run(tmp_path):
+    """Also of what is evaluated while none is kept, or by another part of the held-out text."""
+    assert best_after_more(tmp_path / "a", 1.5, 1.5) == "step-00000008"
+    assert best_after_more(tmp_path / "b", 2.5, 2.5) == "step-00000004"
+    assert best_after_more(tmp_path / "c", 2.5, 2.5, checkpoints__best=False) == "step-00000004"
+    assert best_after_more(tmp_path / "d", 1.5, 1.5, checkpoints__best=False) is None
+    assert best_after_more(tmp_path / "e", 2.5, 2.5, evaluation__tokens=64) == "step-00000008"
+
+
 def steps_of(folder):
     return [int(path.name[5:]) for path in checkpoints.found(Path(folder) / "checkpoints")]
 

@@ -290,4 +290,5 @@ def test_tensorboard_drops_what_is_trained_again(tmp_path, monkeypatch):
         RunLog(made, step).row({"step": 7, "loss": 1.5})
     place = str(tmp_path / "tensorboard")
     line = ("loss", 1.5, 7)
-    assert told == [(place, {"purge_step": None}), line, (place, {"purge_step": 6}), line]
+    # at step 0, too: of a run that was killed before its first checkpoint
+    assert told == [(place, {"purge_step": 1}), line, (place, {"purge_step": 6}), line]

@@ -54,7 +54,7 @@ class RunLog:
         if config.logging.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1 if step else None)
+            self._board = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
         if project:
             from wandb import init
 

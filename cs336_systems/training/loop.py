@@ -232,7 +232,9 @@ class Trainer:
         with files.reading(path / "checkpoint.json"):
             self.step, self._count = about["step"], about["count"]
             self.clock.resume(about["seconds"], self.step)
-            self.best = math.inf if about["best"] is None else about["best"]
+            before = checkpoints.config_of(path, about).evaluation.tokens  # of the held-out text
+            comparable = about["best"] is not None and before == self.config.evaluation.tokens
+            self.best = about["best"] if comparable else math.inf
 
     # -------------------------------------------------------------------------------------------------------- the run
     def run(self) -> dict[str, Any]:
@@ -287,6 +289,8 @@ class Trainer:
                     self.save()
                     if log:  # `checkpoints.best_of` reads it
                         files.replace({self.folder / "best": self.place.name})
+                elif log:  # the one that was kept is the best no longer
+                    (self.folder / "best").unlink(missing_ok=True)
             if saving and not ends:
                 self._check_losses()
                 self.save()

@@ -62,9 +62,9 @@ def prepare(
         made_from["random"] = {"seed": text.seed} | {name: split.bytes for name, split in parts.items()}
     elif of_text:
         made_from["text"] = {name: split.sha256 for name, split in parts.items()}
-        made_from |= {"separator": config.separator} if config.separator else {}
     else:
         made_from["ready"] = {name: [s.sha256, s.bytes, config.dtype] for name, s in parts.items()}
+    made_from |= {"separator": config.separator} if config.separator else {}
 
     def make(new: Path) -> dict[str, Any]:
         tokenizer, path = None if random else known, new / "tokenizer.json"
