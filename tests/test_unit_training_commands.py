@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 from cs336_systems.accounting.model import num_parameters
 from cs336_systems.cli.main import app
 from cs336_systems.launch.group import Rank
+from cs336_systems.store.files import StoreError
 from cs336_systems.training import config, forecast
-from cs336_systems.training.log import RunLog
+from cs336_systems.training.log import RunLog, picture
 from cs336_systems.training.loop import Data, Trainer
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -207,6 +208,19 @@ def test_a_text_shorter_than_the_context_is_named(tmp_path, train, valid, which,
     done = call("train", "--out", tmp_path, "--device", "cpu", *sizes)
     line = refused(done, f"a larger text.{which}_mb")
     assert {"train": "the training text has", "valid": "the held-out text has"}[which] in line
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
+def test_a_full_disk_is_not_the_terminals(tmp_path):
+    """Errors of writing bring no name; without one they would be taken for those of the output."""
+    log = RunLog(config.load(None, {"out": str(tmp_path)}))
+    log.row({"step": 1, "tokens": 8, "loss": 1.5})
+    (tmp_path / "loss.svg").symlink_to("/dev/full")
+    with pytest.raises(StoreError, match=r"cannot write .*loss\.svg: No space left"):
+        picture(tmp_path)
+    log.file = Path("/dev/full")
+    with pytest.raises(StoreError, match="cannot write /dev/full: No space left"):
+        log.row({"step": 2, "tokens": 16, "loss": 1.5})
 
 
 # ------------------------------------------------------------------------------------------------------------- trackers

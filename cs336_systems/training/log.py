@@ -74,7 +74,7 @@ class RunLog:
 
     def row(self, values: Mapping[str, Any]) -> None:
         """Adds the line of a step: values by COLUMNS."""
-        with open(self.file, "a", newline="", encoding="utf-8") as file:
+        with files.naming("write", self.file), open(self.file, "a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(values)
         step = values["step"]
         known = {name: value for name, value in values.items() if value is not None and name != "step"}
@@ -140,4 +140,5 @@ def picture(out: Path, floor: float | None = None) -> None:
         ax.axhline(floor, color="#222222", linestyle="--", linewidth=1, label="entropy of the text")
     ax.set(xlabel="training tokens", ylabel="loss, nats a token")
     ax.legend(frameon=False)
-    figure.savefig(out / "loss.svg", metadata={"Date": None})
+    with files.naming("write", out / "loss.svg"):
+        figure.savefig(out / "loss.svg", metadata={"Date": None})
