@@ -24,7 +24,7 @@ from cs336_systems.training import config, defaults, forecast, pipeline
 pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 
-from cs336_systems.training.loop import TrainingError  # noqa: E402
+from cs336_systems.training.loop import TrainingError
 
 T4 = {"gib": speedrun.T4_GIB, "dtype": "fp16"}
 

@@ -10,9 +10,9 @@ Both hold documents, each ended by a line `<|endoftext|>` (`training.documents`)
     a path        a file of text, or .jsonl with one in each line; a folder, whose *.txt and *.jsonl, nested ones too,
                   are taken in the order of their names; or ready token ids, .npy or .bin (`training.tokens`)
 
-`text.valid` names what is held out of a path, another one; without it documents are, drawn by the seed, a tenth of all
-at most, or one. Megabytes are 10^6 bytes of documents (of ids: of the file). Limits fall between documents, except that
-a single one is cut in two, and one that is longer than its limit to it.
+`text.valid` names what is held out of a path, another one; without it documents are, drawn by the seed with all their
+copies, a tenth of all at most, or one. Megabytes are 10^6 bytes of documents (of ids: of the file). Limits fall between
+documents, except that a single one is cut in two, and one that is longer than its limit to it.
 
 `tinystories` was tested against a stand-in for the hub on 127.0.0.1, connections that break included, not against the
 hub itself. What arrives is held against its size, by the package.
