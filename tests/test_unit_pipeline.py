@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -22,7 +23,8 @@ from tokenizers import Tokenizer, decoders, models
 from typer.testing import CliRunner
 
 from cs336_systems.cli.main import app
-from cs336_systems.training import checkpoints, config, log, modes, pipeline, resuming
+from cs336_systems.launch import start
+from cs336_systems.training import batches, checkpoints, config, log, modes, pipeline, resuming
 
 SMALL = {
     "text.train_mb": 0.06, "text.valid_mb": 0.02, "tokenizer.vocab_size": 400, "model.size": "tiny",
@@ -228,6 +230,27 @@ def test_weights_of_other_heads_begin_nothing(tmp_path):
             made(tmp_path / "b", checkpoints__init_from=str(tmp_path / "a"), model__num_heads=4),
             lambda line: None,
         )
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("source", ["stories", "random"])
+def test_one_process_makes_the_data_and_tells_the_others(tmp_path, monkeypatch, nproc, source):
+    """Each hashes all of it, and one after the other, as they lock its folder."""
+    calls, prepare = [], pipeline.prepare
+
+    def launched(function, world_size, arguments, **how):
+        return [pipeline.on_a_rank(None, **json.loads(json.dumps(arguments)))] * world_size
+
+    monkeypatch.setattr(start, "launch", launched)
+    monkeypatch.setattr(pipeline, "prepare", lambda *told: calls.append(prepare(*told)) or calls[-1])
+    pipeline.train(made(tmp_path, parallel__nproc=nproc, text__source=source), lambda line: None)
+    again = batches.Data.of(calls[0].told())
+    assert (
+        len(calls) == 1
+        and (again.train == calls[0].train).all()
+        and again.train.dtype == calls[0].train.dtype
+    )
+    assert dataclasses.replace(again, train=0, valid=0) == dataclasses.replace(calls[0], train=0, valid=0)
 
 
 def test_what_a_path_leads_to(tmp_path):

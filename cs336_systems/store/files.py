@@ -12,6 +12,7 @@ import fcntl
 import io
 import json
 import os
+import shutil
 import stat
 import tempfile
 import unicodedata
@@ -175,6 +176,27 @@ def replace(contents: Mapping[Path, str | bytes]) -> None:
             # it has taken its place; or could not be written, which is what is to be said
             with suppress(OSError):
                 temporary.unlink()
+
+
+@contextmanager
+def making(folder: Path) -> Iterator[Path]:
+    """An empty folder in `folder` for what is to be renamed once it is finished; the rest is removed."""
+    new = folder / ".making"
+    shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
+    new.mkdir(parents=True)
+    try:
+        yield new
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Has a file's content, or a folder's names, reach the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def json_text(parts: Mapping[str, Any]) -> str:

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from cs336_systems.model import staff_state_dict
-from cs336_systems.store.files import StoreError, reading
+from cs336_systems.store.files import StoreError, making, reading, sync
 from cs336_systems.training import config, outputs
 from cs336_systems.training.config import TrainingConfig
 from cs336_systems.training.outputs import Say, silent
@@ -55,7 +55,7 @@ def save(
     """
     final = folder / f"step-{step:08d}"
     try:
-        with outputs.making(folder) as new:
+        with making(folder) as new:
             plain = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
             safetensors.torch.save_file(plain, new / _FILES[0])
             for name, value in zip(_FILES[1:], (optimizer, state), strict=True):
@@ -71,7 +71,7 @@ def save(
                 os.replace(final, aside)
             os.replace(new, final)
             shutil.rmtree(aside, ignore_errors=True)
-        outputs.sync(folder)
+        sync(folder)
     except (OSError, RuntimeError, safetensors.SafetensorError) as error:
         cause = error.__context__ if isinstance(error, RuntimeError) else error  # torch's own, on a full disk
         if code := re.search(r"os error (\d+)", str(cause)):  # as safetensors tells it

@@ -54,23 +54,24 @@ def train(config: TrainingConfig, say: Say = print) -> dict[str, Any]:
         group = process_group("auto", config.run.device, config.parallel.timeout_s)
     with contextlib.ExitStack() as held:
         with group as rank:
-            told, leads = ["", None], not rank or rank.rank == 0
+            told, leads = ["", None, {}], not rank or rank.rank == 0
             with agreement(dist.group.WORLD if rank else None):  # an error of rank 0 ends all
                 if leads:
                     told = _begin(config, say, held)
             if rank:
                 dist.broadcast_object_list(told, src=0)
-            start, result = told
+            start, result, data = told
+            arguments = {"config": config.to_dict(), "start": start, "data": data}
             if not result and not rank and nproc > 1:
-                result = _on_ranks(config, start, say)
+                result = _on_ranks(config, arguments, say)
             elif not result:
-                result = on_a_rank(rank, config.to_dict(), start)
+                result = on_a_rank(rank, **arguments)
         return _finish(config, start, result, say) if leads else result
 
 
 def _begin(config: TrainingConfig, say: Say, held: contextlib.ExitStack) -> list[Any]:
-    """All that comes before the first step, from then on alone in the folder: the checkpoint to go on from, or "", and
-    the result where all is done already.
+    """All that comes before the first step, from then on alone in the folder: the checkpoint to go on from, or "", the
+    result where all is done already, or else what `batches.Data` is to be learned from.
 
     What the machine does not allow is refused before there is a folder; what a file does not, before hours of training.
     """
@@ -82,7 +83,7 @@ def _begin(config: TrainingConfig, say: Say, held: contextlib.ExitStack) -> list
     if result:
         prepare(config, say)  # of a text that has changed since, this is no result
         say(f"training: {config.out} holds it already, {result['step']} steps")
-        return ["", result]
+        return ["", result, {}]
     start = _where_to_start(config, say)
     at = None
     if begun := "" if start else config.checkpoints.init_from:  # what goes on has its weights
@@ -104,27 +105,30 @@ def _begin(config: TrainingConfig, say: Say, held: contextlib.ExitStack) -> list
         )
     (Path(config.out) / loop.STOP).unlink(missing_ok=True)
     files.replace({Path(config.out) / "config.json": json.dumps(config.to_dict(), indent=1) + "\n"})
-    return [start, None]
+    return [start, None, info.told()]
 
 
-def _on_ranks(config: TrainingConfig, start: str, say: Say) -> dict[str, Any]:
+def _on_ranks(config: TrainingConfig, arguments: dict[str, Any], say: Say) -> dict[str, Any]:
     """Trains in `parallel.nproc` processes."""
     from cs336_systems.launch.start import launch
     from cs336_systems.training.loop import STOP, on_sigterm
 
     with on_sigterm((Path(config.out) / STOP).touch):
         return launch(
-            f"{__name__}:on_a_rank", config.parallel.nproc, {"config": config.to_dict(), "start": start},
-            device=config.run.device, timeout_s=_FOREVER_S, collective_timeout_s=config.parallel.timeout_s, log=say,
+            f"{__name__}:on_a_rank", config.parallel.nproc, arguments, device=config.run.device,
+            timeout_s=_FOREVER_S, collective_timeout_s=config.parallel.timeout_s, log=say,
         )[0]  # fmt: skip
 
 
-def on_a_rank(rank: Rank | None, config: dict[str, Any], start: str) -> dict[str, Any]:
-    """Trains as one rank, or alone; `start` is a checkpoint to go on from, or ""."""
+def on_a_rank(rank: Rank | None, config: dict[str, Any], start: str, data: dict[str, Any]) -> dict[str, Any]:
+    """Trains as one rank, or alone. start: a checkpoint to go on from, or ""; data: `Data.told` of what rank 0 has made
+    and held against its digests. Another node makes its own, as it may have another disk."""
     from cs336_systems.training.loop import Trainer
 
     made = load(None, config)
-    trainer = Trainer(made, prepare(made, silent), rank, resumed=bool(start))
+    elsewhere = rank and rank.rank != rank.local_rank
+    found = prepare(made, silent) if elsewhere else batches.Data.of(data)
+    trainer = Trainer(made, found, rank, resumed=bool(start))
     if start:
         trainer.resume(Path(start))
     return trainer.run()
