@@ -49,6 +49,7 @@ WRONG = [  # --set, and what the line names
     ("checkpoints.init_from=/no/such", "/no/such is missing"),
     ("generation.temperature=1e-300", "1e-6 or more"), ("model.num_layers=100000", "GiB are free"),
     ("model.attention=flash_cuda", "is unavailable"), ("generation.prompt=\ud800", "is not UTF-8"),
+    ("parallel.timeout_s=1e9", "at most 100000000"), ("parallel.bucket_mb=1e7", "at most 1000000"),
 ]  # fmt: skip
 
 

@@ -160,8 +160,8 @@ class Parallel:
     wrapper: str = _key(
         "in_place", "averages gradients; none of one rank; fsdp shards weights", *ALL_WRAPPERS
     )
-    bucket_mb: float = _number(25.0, 0, "of bucketed, in_place and torch", above=True)
-    timeout_s: float = _number(600.0, 1, "after which a collective that hangs ends the run")
+    bucket_mb: float = _number(25.0, 0, "of bucketed, in_place and torch", most=10**6, above=True)
+    timeout_s: float = _number(600.0, 1, "after which a collective that hangs ends the run", most=10**8)
 
 
 @dataclass(frozen=True)
