@@ -96,7 +96,8 @@ def held_out(corpus: Corpus, limit: float, seed: int) -> tuple[Iterable[Document
     _, first, kind = np.unique(about["digest"], return_index=True, return_inverse=True)
     kind = first.argsort().argsort()[kind]  # which documents are alike: numbers in the order of their first
     sizes = np.bincount(kind, about["size"])
-    order, out = np.random.default_rng(seed).permutation(len(sizes)), np.zeros(len(sizes), bool)
+    order = np.random.default_rng(seed).permutation(len(sizes))
+    order, out = order[sizes[order] <= limit], np.zeros(len(sizes), bool)
     count = np.searchsorted(sizes[order].cumsum(), limit, "right")
     out[order[:count] if count or not len(sizes) else sizes.argmin()] = True
     return compress(corpus, ~out[kind]), compress(corpus, out[kind])
