@@ -84,8 +84,8 @@ class Corpus:
 
 def held_out(corpus: Corpus, limit: float, seed: int) -> tuple[Iterable[Document], Iterable[Document]]:
     """The documents to learn from, and some at random: as many as have `limit` bytes, and no more than a tenth of all,
-    but one at least. Those that are alike stay together: what is held out is not learned from. One single document is
-    cut in two."""
+    but one at least. Those that are alike stay together, so that what is held out is not learned from, unless every
+    kind has more than that. One single document is cut in two."""
     about = np.fromiter(((len(one), _digest(one)) for one in corpus), [("size", "i8"), ("digest", "u8")])
     limit = min(limit, about["size"].sum() / 10)
     if len(about) == 1:
@@ -95,6 +95,8 @@ def held_out(corpus: Corpus, limit: float, seed: int) -> tuple[Iterable[Document
         return [whole[:cut]], [whole[cut:]]
     _, first, kind = np.unique(about["digest"], return_index=True, return_inverse=True)
     kind = first.argsort().argsort()[kind]  # which documents are alike: numbers in the order of their first
+    if (np.bincount(kind, about["size"]) > limit).all():
+        kind = np.arange(len(about))
     sizes = np.bincount(kind, about["size"])
     order = np.random.default_rng(seed).permutation(len(sizes))
     order, out = order[sizes[order] <= limit], np.zeros(len(sizes), bool)
