@@ -384,6 +384,13 @@ def test_a_sharded_run_goes_on_bit_for_bit(tmp_path, changes):
     assert log(tmp_path / "resumed") == log(tmp_path / "through")[1:]
 
 
+@pytest.mark.parametrize("steps", [9, 11, 12, 15])
+def test_a_trace_is_there_or_missed(tmp_path, capsys, steps):
+    Trainer(made(tmp_path, run__profile=3, schedule__steps=steps), data()).run()
+    assert (tmp_path / "trace.json.gz").is_file() or steps < 12
+    assert (f"run.profile=3: no trace of {steps} steps" in capsys.readouterr().out) == (steps < 12)
+
+
 # -------------------------------------------------------------------------------------------------- what goes wrong
 def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_step(tmp_path):
     trainer = Trainer(made(tmp_path, checkpoints__every=3, logging__every=2), data())

@@ -107,6 +107,8 @@ def recording(out: Path, count: int) -> Iterator[Callable[[], None]]:
     write = lambda found: found.export_chrome_trace(str(out / "trace.json.gz"))
     with profile(schedule=plan, on_trace_ready=write) as recorder:
         yield recorder.step
+    if recorder.step_num <= 11:  # the eleventh warms up
+        print(f"run.profile={count}: no trace of {recorder.step_num} steps; it needs 12", flush=True)
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
