@@ -17,11 +17,14 @@ from cs336_systems.chapters.speedrun import notebook
 from cs336_systems.chapters.speedrun import plan as speedrun
 from cs336_systems.chapters.speedrun import show as page
 from cs336_systems.cli.main import app
+from cs336_systems.launch.start import LaunchError
 from cs336_systems.report.claims import execute
-from cs336_systems.training import config, defaults, forecast
+from cs336_systems.training import config, defaults, forecast, pipeline
 
 pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
+
+from cs336_systems.training.loop import TrainingError
 
 T4 = {"gib": speedrun.T4_GIB, "dtype": "fp16"}
 
@@ -80,14 +83,38 @@ def test_it_tells_what_fits_and_leaves_what_its_command_needs(tmp_path):
     assert start == ["torchrun", "--standalone", "--nproc-per-node", "2"] and config.load(file) == plan.config
 
 
-def test_a_sweep_takes_the_rate_with_the_lowest_loss(tmp_path, monkeypatch):
-    monkeypatch.setattr(speedrun, "RATES", (0.001, 1.0, 1000.0))
+def small_plan(tmp_path):
     small = {
         "out": str(tmp_path), "text.train_mb": 0.06, "text.valid_mb": 0.02, "tokenizer.vocab_size": 400,
         "model.size": "tiny", "model.context_length": 32, "batch.sequences": 4, "schedule.minutes": 0.02,
         "run.device": "cpu", "generation.tokens": 4, "checkpoints.resume": "auto", "optimizer.learning_rate": 0.003,
     }  # fmt: skip
-    plan, said = speedrun.Plan(config.load(None, small), defaults.Machine()), []
+    return speedrun.Plan(config.load(None, small), defaults.Machine())
+
+
+@pytest.mark.parametrize("raised", [
+    TrainingError("the loss is not finite in step 3"), LaunchError("rank 0 of 2: TrainingError: the loss is not"),
+    LaunchError("rank 0 of 2: killed by SIGKILL"),
+], ids=str)  # fmt: skip
+def test_a_rate_that_diverges_loses_the_sweep(tmp_path, monkeypatch, raised):
+    def train(short, say):
+        if short.optimizer.learning_rate == 0.003:
+            raise raised
+        return {"valid_loss": 2 + short.optimizer.learning_rate, "stopped": False}
+
+    monkeypatch.setattr(pipeline, "train", train)
+    said = []
+    if "SIGKILL" in str(raised):
+        with pytest.raises(LaunchError, match="SIGKILL"):
+            speedrun.swept(small_plan(tmp_path), said.append)
+        return
+    assert speedrun.swept(small_plan(tmp_path), said.append).config.optimizer.learning_rate == 0.0015
+    assert any(line.startswith("learning rate 0.003: ") and "TrainingError: the" in line for line in said)
+
+
+def test_a_sweep_takes_the_rate_with_the_lowest_loss(tmp_path, monkeypatch):
+    monkeypatch.setattr(speedrun, "RATES", (0.001, 1.0, 1000.0))
+    plan, said = small_plan(tmp_path), []
     result = speedrun.run(plan, said.append, sweep=True)
     found = {
         float(path.parent.name): json.loads(path.read_text())["valid_loss"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -22,7 +23,8 @@ from tokenizers import Tokenizer, decoders, models
 from typer.testing import CliRunner
 
 from cs336_systems.cli.main import app
-from cs336_systems.training import checkpoints, config, log, modes, pipeline, resuming
+from cs336_systems.launch import start
+from cs336_systems.training import batches, checkpoints, config, log, modes, pipeline, resuming
 
 SMALL = {
     "text.train_mb": 0.06, "text.valid_mb": 0.02, "tokenizer.vocab_size": 400, "model.size": "tiny",
@@ -212,11 +214,53 @@ def test_weights_begin_with_the_tokens_that_they_know(tmp_path):
     silent = {"generation__samples": 0}
     pipeline.train(made(tmp_path / "a", **silent), lambda line: None)
     begun = tmp_path / "a" / "checkpoints" / "step-00000006"
-    other = {"checkpoints__init_from": str(begun), "text__seed": 7, **silent}
-    with pytest.raises(ValueError, match=r"init_from=.*tokenizer\.path=.*tokenizer\.json takes it"):
-        pipeline.train(made(tmp_path / "b", **other), lambda line: None)
     theirs = str(begun / "tokenizer.json")
-    pipeline.train(made(tmp_path / "c", tokenizer__path=theirs, **other), lambda line: None)
+    for number, place in enumerate((begun, begun / "model.safetensors", tmp_path / "a")):
+        other = {"checkpoints__init_from": str(place), "text__seed": 7, **silent}
+        with pytest.raises(ValueError, match=r"init_from=.*tokenizer\.path=.*tokenizer\.json takes it"):
+            pipeline.train(made(tmp_path / "b", **other), lambda line: None)
+        pipeline.train(made(tmp_path / f"c{number}", tokenizer__path=theirs, **other), lambda line: None)
+
+
+def test_weights_of_other_heads_begin_nothing(tmp_path):
+    """Their tensors have the same shapes."""
+    pipeline.train(made(tmp_path / "a", generation__samples=0), lambda line: None)
+    with pytest.raises(ValueError, match=r"step-00000006 do not fit .*: model\.num_heads=2, now 4; "):
+        pipeline.train(
+            made(tmp_path / "b", checkpoints__init_from=str(tmp_path / "a"), model__num_heads=4),
+            lambda line: None,
+        )
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("source", ["stories", "random"])
+def test_one_process_makes_the_data_and_tells_the_others(tmp_path, monkeypatch, nproc, source):
+    """Each hashes all of it, and one after the other, as they lock its folder."""
+    calls, prepare = [], pipeline.prepare
+
+    def launched(function, world_size, arguments, **how):
+        return [pipeline.on_a_rank(None, **json.loads(json.dumps(arguments)))] * world_size
+
+    monkeypatch.setattr(start, "launch", launched)
+    monkeypatch.setattr(pipeline, "prepare", lambda *told: calls.append(prepare(*told)) or calls[-1])
+    pipeline.train(made(tmp_path, parallel__nproc=nproc, text__source=source), lambda line: None)
+    again = batches.Data.of(calls[0].told())
+    assert (
+        len(calls) == 1
+        and (again.train == calls[0].train).all()
+        and again.train.dtype == calls[0].train.dtype
+    )
+    assert dataclasses.replace(again, train=0, valid=0) == dataclasses.replace(calls[0], train=0, valid=0)
+
+
+def test_what_a_path_leads_to(tmp_path):
+    assert checkpoints.of(tmp_path) is None and checkpoints.of(tmp_path / "none") is None
+    pipeline.train(made(tmp_path, checkpoints__every=3, generation__samples=0), lambda line: None)
+    older, newer = checkpoints.found(folder := tmp_path / "checkpoints")
+    for place in (tmp_path, newer, newer / "model.safetensors"):
+        assert checkpoints.of(place) == newer
+    (folder / "best").write_text(older.name)
+    assert checkpoints.of(tmp_path) == older
 
 
 def test_two_ranks_have_the_loss_of_one(tmp_path):

@@ -147,6 +147,21 @@ def test_what_is_held_out_is_drawn_by_the_seed(tmp_path):
     assert 0.4 < share < 0.6, "of all parts of the text"
 
 
+def test_no_copy_of_what_is_held_out_is_learned_from(tmp_path):
+    source = tmp_path / "source.txt"
+    source.write_text(f"\n{MARK}\n".join(f"{n % 400:04}" for n in range(1000)))
+    for seed in range(4):
+        (train, valid), _ = prepare(tmp_path / str(seed), source=str(source), train_mb=0, seed=seed)
+        assert len(train) + len(valid) == 1000 and 95 <= len(valid) <= 100
+        assert not set(train) & set(valid)
+    source.write_text(f"\n{MARK}\n".join(f"{max(n, 300):04}" for n in range(1000)))
+    for seed in range(20):  # one that makes up too much is passed over, whenever it is drawn
+        assert len(prepare(tmp_path / f"much{seed}", source=str(source), train_mb=0, seed=seed)[0][1]) == 100
+    for kinds in (1, 2):  # of which each is more than may be held out
+        source.write_text(f"\n{MARK}\n".join(f"the same {n % kinds}" for n in range(40)))
+        assert list(map(len, prepare(tmp_path / str(kinds), source=str(source), train_mb=0)[0])) == [36, 4]
+
+
 def test_a_file_of_its_own_is_held_out(tmp_path):
     (tmp_path / "valid").mkdir()
     (tmp_path / "valid" / "a.jsonl").write_text('{"text": "held"}\n{"text": "out"}\n')
@@ -207,7 +222,7 @@ def test_limits_fall_between_documents_and_cut_one_that_is_longer(tmp_path):
     held = {document[:3] for document in valid}
     first = [f"{n:03}" for n in range(8) if f"{n:03}" not in held]
     assert [document[:3] for document in train] == first[:5] and len(held) == 3
-    source.write_text(f"{'é' * 5000}\n{MARK}\n{'é' * 5000}")
+    source.write_text(f"{'é' * 5000}\n{MARK}\n{'é' * 5001}")
     long, _ = prepare(tmp_path / "b", source=str(source), train_mb=0.002_001, valid_mb=0.000_101)
     assert long == [["é" * 1000], ["é" * 50]]
 

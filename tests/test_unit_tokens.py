@@ -413,6 +413,12 @@ def test_ids_of_32_bits_are_not_read_as_more_of_16(tmp_path, rng):
         take(tmp_path, told, kind="bin", stored="uint32", vocab_size=400, dtype="uint16")
 
 
+def test_another_separator_is_another_end_of_ready_tokens(tmp_path):
+    given = byte_level(tmp_path / "given.json", special=["</s>", "<bos>"])
+    for separator, end in (("", 256), ("<bos>", 257), ("</s>", 256)):
+        assert take(tmp_path, range(258), path=str(given), separator=separator).end_of_text == end
+
+
 def test_ready_tokens_that_are_none_are_refused_by_name(tmp_path):
     for told, stored, why in (
         ([1, 300], "int64", "train.npy holds id 300; the vocabulary has 300"),

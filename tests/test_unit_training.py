@@ -384,6 +384,13 @@ def test_a_sharded_run_goes_on_bit_for_bit(tmp_path, changes):
     assert log(tmp_path / "resumed") == log(tmp_path / "through")[1:]
 
 
+@pytest.mark.parametrize("steps", [9, 11, 12, 15])
+def test_a_trace_is_there_or_missed(tmp_path, capsys, steps):
+    Trainer(made(tmp_path, run__profile=3, schedule__steps=steps), data()).run()
+    assert (tmp_path / "trace.json.gz").is_file() or steps < 12
+    assert (f"run.profile=3: no trace of {steps} steps" in capsys.readouterr().out) == (steps < 12)
+
+
 # -------------------------------------------------------------------------------------------------- what goes wrong
 def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_step(tmp_path):
     trainer = Trainer(made(tmp_path, checkpoints__every=3, logging__every=2), data())
@@ -392,6 +399,25 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_step(tmp_path):
     with pytest.raises(TrainingError, match=words):
         trainer.run()
     assert checkpoints.found(tmp_path / "checkpoints")[-1].name == "step-00000006"
+
+
+@pytest.mark.parametrize("last", [6, 12])
+def test_weights_that_a_step_has_spoiled_are_no_checkpoint(tmp_path, last):
+    """The loss of that step is still finite: its gradient is not."""
+    trainer = Trainer(made(tmp_path, checkpoints__every=1, checkpoints__keep=2, schedule__steps=last), data())
+    spoil = lambda: trainer.model.lm_head.weight.register_hook(lambda gradient: gradient / 0)
+    before_step(trainer, 6, spoil)
+    with pytest.raises(TrainingError, match=r"not finite in step.* 6; the last good .*step-00000005$"):
+        trainer.run()
+    weights = checkpoints.weights_of(checkpoints.newest_sound(tmp_path / "checkpoints"))
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+
+
+def test_a_held_out_loss_that_is_not_finite_is_no_result(tmp_path):
+    trainer = Trainer(made(tmp_path), data())
+    trainer.evaluate = lambda everything=False: float("inf") if everything else 1.0
+    with pytest.raises(TrainingError, match="not finite in step 12; no checkpoint was saved"):
+        trainer.run()
 
 
 @pytest.fixture(scope="module")
@@ -537,6 +563,29 @@ def test_retention_keeps_the_newest_and_the_best(tmp_path):
     trainer.run()
     names = [int(path.name[5:]) for path in checkpoints.found(tmp_path / "checkpoints")]
     assert names == [6, 12, 14] and checkpoints.best_of(tmp_path / "checkpoints").name == "step-00000006"
+
+
+def best_after_more(out, *losses, **changes):
+    """Of a run whose best checkpoint is step 4, and that goes on with these held-out losses."""
+    run = {"checkpoints__best": True, "evaluation__every": 4, "schedule__steps": 4}
+    trainer = Trainer(made(out, **run), data())
+    trainer.evaluate = lambda everything=False: 2.0
+    trainer.run()
+    trainer = Trainer(made(out, **run | {"schedule__steps": 8} | changes), data())
+    trainer.resume(out / "checkpoints" / "step-00000004")
+    told = iter(losses)
+    trainer.evaluate = lambda everything=False: next(told)
+    trainer.run()
+    return (best := checkpoints.best_of(out / "checkpoints")) and best.name
+
+
+def test_the_best_checkpoint_is_the_best_of_the_whole_run(tmp_path):
+    """Also of what is evaluated while none is kept, or by another part of the held-out text."""
+    assert best_after_more(tmp_path / "a", 1.5, 1.5) == "step-00000008"
+    assert best_after_more(tmp_path / "b", 2.5, 2.5) == "step-00000004"
+    assert best_after_more(tmp_path / "c", 2.5, 2.5, checkpoints__best=False) == "step-00000004"
+    assert best_after_more(tmp_path / "d", 1.5, 1.5, checkpoints__best=False) is None
+    assert best_after_more(tmp_path / "e", 2.5, 2.5, evaluation__tokens=64) == "step-00000008"
 
 
 def steps_of(folder):

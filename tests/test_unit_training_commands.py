@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 from cs336_systems.accounting.model import num_parameters
 from cs336_systems.cli.main import app
 from cs336_systems.launch.group import Rank
+from cs336_systems.store.files import StoreError
 from cs336_systems.training import config, forecast
-from cs336_systems.training.log import RunLog
+from cs336_systems.training.log import RunLog, picture
 from cs336_systems.training.loop import Data, Trainer
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -48,6 +49,7 @@ WRONG = [  # --set, and what the line names
     ("checkpoints.init_from=/no/such", "/no/such is missing"),
     ("generation.temperature=1e-300", "1e-6 or more"), ("model.num_layers=100000", "GiB are free"),
     ("model.attention=flash_cuda", "is unavailable"), ("generation.prompt=\ud800", "is not UTF-8"),
+    ("parallel.timeout_s=1e9", "at most 100000000"), ("parallel.bucket_mb=1e7", "at most 1000000"),
 ]  # fmt: skip
 
 
@@ -209,6 +211,19 @@ def test_a_text_shorter_than_the_context_is_named(tmp_path, train, valid, which,
     assert {"train": "the training text has", "valid": "the held-out text has"}[which] in line
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
+def test_a_full_disk_is_not_the_terminals(tmp_path):
+    """Errors of writing bring no name; without one they would be taken for those of the output."""
+    log = RunLog(config.load(None, {"out": str(tmp_path)}))
+    log.row({"step": 1, "tokens": 8, "loss": 1.5})
+    (tmp_path / "loss.svg").symlink_to("/dev/full")
+    with pytest.raises(StoreError, match=r"cannot write .*loss\.svg: No space left"):
+        picture(tmp_path)
+    log.file = Path("/dev/full")
+    with pytest.raises(StoreError, match="cannot write /dev/full: No space left"):
+        log.row({"step": 2, "tokens": 16, "loss": 1.5})
+
+
 # ------------------------------------------------------------------------------------------------------------- trackers
 @pytest.mark.parametrize("how", [(), ("--dry-run",), ("--nproc", 2)], ids=str)
 @pytest.mark.parametrize(("name", "asked"), [("tensorboard", "true"), ("wandb", "stories")])
@@ -290,4 +305,5 @@ def test_tensorboard_drops_what_is_trained_again(tmp_path, monkeypatch):
         RunLog(made, step).row({"step": 7, "loss": 1.5})
     place = str(tmp_path / "tensorboard")
     line = ("loss", 1.5, 7)
-    assert told == [(place, {"purge_step": None}), line, (place, {"purge_step": 6}), line]
+    # at step 0, too: of a run that was killed before its first checkpoint
+    assert told == [(place, {"purge_step": 1}), line, (place, {"purge_step": 6}), line]

@@ -12,6 +12,7 @@ import fcntl
 import io
 import json
 import os
+import shutil
 import stat
 import tempfile
 import unicodedata
@@ -39,6 +40,28 @@ def naming(what: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StoreError(f"cannot {what} {path}: {error.strerror or error}") from error
+
+
+@contextmanager
+def in_a_line(what: str, advice: str = "") -> Iterator[None]:
+    """Turns whatever is raised within, of others' packages anything, into one error: what, why, advice."""
+    try:
+        yield
+    except (StoreError, MemoryError):
+        raise
+    except Exception as error:
+        why = next(filter(None, map(str.strip, str(error).splitlines())), "")
+        raise StoreError(f"{what}: {type(error).__name__}: {why[:200]}{advice}") from error
+
+
+@contextmanager
+def reading(file: Path, advice: str = "") -> Iterator[None]:
+    """The same of damaged or foreign content, whose error names the file; of a file that is not there, too."""
+    with in_a_line(f"{file} is damaged", advice):
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise StoreError(f"{error.filename or file} is missing{advice}") from error
 
 
 # ------------------------------------------------------------------------------------------------- reading
@@ -153,6 +176,27 @@ def replace(contents: Mapping[Path, str | bytes]) -> None:
             # it has taken its place; or could not be written, which is what is to be said
             with suppress(OSError):
                 temporary.unlink()
+
+
+@contextmanager
+def making(folder: Path) -> Iterator[Path]:
+    """An empty folder in `folder` for what is to be renamed once it is finished; the rest is removed."""
+    new = folder / ".making"
+    shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
+    new.mkdir(parents=True)
+    try:
+        yield new
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Has a file's content, or a folder's names, reach the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def json_text(parts: Mapping[str, Any]) -> str:

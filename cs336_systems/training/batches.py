@@ -17,8 +17,11 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+_MAPS = ("train", "valid")
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,17 @@ class Data:
     tokenizer: Path | None = None
     files: Mapping[str, str] = field(default_factory=dict)
     end_of_text: int | None = None
+
+    def told(self) -> dict[str, Any]:
+        """As JSON has it, to tell other processes; of the memory maps their files, which `of` maps again."""
+        maps = {name: [str(ids.filename), ids.dtype.str] for name, ids in vars(self).items() if name in _MAPS}
+        return {**vars(self), **maps, "tokenizer": str(self.tokenizer or "")}
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Data:
+        """What has been `told`."""
+        maps = {name: np.memmap(*told[name], mode="r") for name in _MAPS}
+        return cls(**{**told, **maps, "tokenizer": Path(told["tokenizer"]) if told["tokenizer"] else None})
 
 
 class Batches:

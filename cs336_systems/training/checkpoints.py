@@ -29,10 +29,10 @@ import torch
 from torch import nn
 
 from cs336_systems.model import staff_state_dict
-from cs336_systems.store.files import StoreError
+from cs336_systems.store.files import StoreError, making, reading, sync
 from cs336_systems.training import config, outputs
 from cs336_systems.training.config import TrainingConfig
-from cs336_systems.training.outputs import Say, reading, silent
+from cs336_systems.training.outputs import Say, silent
 
 _NAME = re.compile(r"step-(\d{8,})")
 _FILES = ("model.safetensors", "optimizer.pt", "state.pt")
@@ -55,7 +55,7 @@ def save(
     """
     final = folder / f"step-{step:08d}"
     try:
-        with outputs.making(folder) as new:
+        with making(folder) as new:
             plain = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
             safetensors.torch.save_file(plain, new / _FILES[0])
             for name, value in zip(_FILES[1:], (optimizer, state), strict=True):
@@ -71,7 +71,7 @@ def save(
                 os.replace(final, aside)
             os.replace(new, final)
             shutil.rmtree(aside, ignore_errors=True)
-        outputs.sync(folder)
+        sync(folder)
     except (OSError, RuntimeError, safetensors.SafetensorError) as error:
         cause = error.__context__ if isinstance(error, RuntimeError) else error  # torch's own, on a full disk
         if code := re.search(r"os error (\d+)", str(cause)):  # as safetensors tells it
@@ -97,6 +97,15 @@ def newest_sound(folder: Path, but: Path | None = None, say: Say = silent) -> Pa
         except StoreError as error:
             say(str(error))
     return None
+
+
+def of(place: Path, say: Say = silent) -> Path | None:
+    """The checkpoint that a path leads to: one itself, a file in it, or of a run's folder its best one, or else its
+    newest sound one; `say` gets why newer ones are none. None where there is none."""
+    path, folder = place.parent if place.is_file() else place, place / "checkpoints"
+    if folder.is_dir() and not ((path := best_of(folder)) and path.is_dir()):
+        path = newest_sound(folder, say=say)
+    return path if path and (path / "checkpoint.json").is_file() else None
 
 
 def step_of(path: Path) -> int:
@@ -173,11 +182,11 @@ def _tensors(file: Path) -> Any:
 
 
 def weights_of(path: Path) -> dict[str, torch.Tensor]:
-    """The weights in a checkpoint of ours, a safetensors file, or a file that torch has saved: a state dict, or one
-    under a key of its own, with or without what wrappers put before the names. Nothing is unpickled but tensors.
+    """The weights in a checkpoint of ours (see `of`), a safetensors file, or a file that torch has saved: a state dict,
+    or one under a key of its own, with or without what wrappers put before the names. Nothing is unpickled but tensors.
     StoreError that says why there are none."""
     if path.is_dir():
-        return load(path)[1]
+        return load(of(path) or path)[1]
     found = _tensors(path)
     with reading(path):
         for key in _STATE:

@@ -160,8 +160,8 @@ class Parallel:
     wrapper: str = _key(
         "in_place", "averages gradients; none of one rank; fsdp shards weights", *ALL_WRAPPERS
     )
-    bucket_mb: float = _number(25.0, 0, "of bucketed, in_place and torch", above=True)
-    timeout_s: float = _number(600.0, 1, "after which a collective that hangs ends the run")
+    bucket_mb: float = _number(25.0, 0, "of bucketed, in_place and torch", most=10**6, above=True)
+    timeout_s: float = _number(600.0, 1, "after which a collective that hangs ends the run", most=10**8)
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Checkpoints:
     best: bool = _key(False, "keep the one of the lowest validation loss as well")
     resume: str = _key("no", "no, auto (the newest sound one of this run, if any), or a checkpoint's path")
     resume_changed: bool = _key(False, "go on though settings that change the run are others by now")
-    init_from: str = _key("", "a checkpoint, .safetensors or .pt file whose weights are the first")
+    init_from: str = _key("", "a checkpoint, run, .safetensors or .pt file whose weights are the first")
 
 
 @dataclass(frozen=True)

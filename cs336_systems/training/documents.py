@@ -9,6 +9,7 @@ order mark in front, as editors of Windows write it, is no text.
 from __future__ import annotations
 
 import codecs
+import hashlib
 import json
 import mmap
 import re
@@ -83,18 +84,29 @@ class Corpus:
 
 def held_out(corpus: Corpus, limit: float, seed: int) -> tuple[Iterable[Document], Iterable[Document]]:
     """The documents to learn from, and some at random: as many as have `limit` bytes, and no more than a tenth of all,
-    but one at least. One single document is cut in two."""
-    sizes = np.fromiter(map(len, corpus), np.int64)
-    limit = min(limit, sizes.sum() / 10)
-    if len(sizes) == 1:
+    but one at least. Those that are alike stay together, so that what is held out is not learned from, unless every
+    kind has more than that. One single document is cut in two."""
+    about = np.fromiter(((len(one), _digest(one)) for one in corpus), [("size", "i8"), ("digest", "u8")])
+    limit = min(limit, about["size"].sum() / 10)
+    if len(about) == 1:
         [whole] = corpus
         # characters have 4 bytes at most
         cut = _boundary(whole, 0, min(len(whole), len(whole) - int(limit) + 3))
         return [whole[:cut]], [whole[cut:]]
-    order, out = np.random.default_rng(seed).permutation(len(sizes)), np.zeros(len(sizes), bool)
+    _, first, kind = np.unique(about["digest"], return_index=True, return_inverse=True)
+    kind = first.argsort().argsort()[kind]  # which documents are alike: numbers in the order of their first
+    if (np.bincount(kind, about["size"]) > limit).all():
+        kind = np.arange(len(about))
+    sizes = np.bincount(kind, about["size"])
+    order = np.random.default_rng(seed).permutation(len(sizes))
+    order, out = order[sizes[order] <= limit], np.zeros(len(sizes), bool)
     count = np.searchsorted(sizes[order].cumsum(), limit, "right")
     out[order[:count] if count or not len(sizes) else sizes.argmin()] = True
-    return compress(corpus, ~out), compress(corpus, out)
+    return compress(corpus, ~out[kind]), compress(corpus, out[kind])
+
+
+def _digest(document: Document) -> int:
+    return int.from_bytes(hashlib.blake2b(document, digest_size=8).digest())
 
 
 def copy(documents: Iterable[Document], path: Path, limit: float) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from tqdm import tqdm
 
 from cs336_systems.store import files
 from cs336_systems.store.machine import has_module
-from cs336_systems.training import outputs
 from cs336_systems.training.config import Logging, TrainingConfig
 
 COLUMNS = (
@@ -36,7 +35,7 @@ def check_trackers(told: Logging) -> None:
             raise ValueError(f"logging.{name} needs a package: pip install 'cs336-systems[{name}]'")
     if told.wandb:
         advice = " (`wandb login` once, or WANDB_MODE=offline in the environment)"
-        with outputs.in_a_line(f"logging.wandb={told.wandb!r}", advice):
+        with files.in_a_line(f"logging.wandb={told.wandb!r}", advice):
             from wandb import login
 
             login()
@@ -55,7 +54,7 @@ class RunLog:
         if config.logging.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1 if step else None)
+            self._board = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
         if project:
             from wandb import init
 
@@ -75,7 +74,7 @@ class RunLog:
 
     def row(self, values: Mapping[str, Any]) -> None:
         """Adds the line of a step: values by COLUMNS."""
-        with open(self.file, "a", newline="", encoding="utf-8") as file:
+        with files.naming("write", self.file), open(self.file, "a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(values)
         step = values["step"]
         known = {name: value for name, value in values.items() if value is not None and name != "step"}
@@ -108,6 +107,8 @@ def recording(out: Path, count: int) -> Iterator[Callable[[], None]]:
     write = lambda found: found.export_chrome_trace(str(out / "trace.json.gz"))
     with profile(schedule=plan, on_trace_ready=write) as recorder:
         yield recorder.step
+    if recorder.step_num <= 11:  # the eleventh warms up
+        print(f"run.profile={count}: no trace of {recorder.step_num} steps; it needs 12", flush=True)
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -115,7 +116,7 @@ def read(file: Path) -> list[dict[str, str]]:
     """The lines of a log, as texts; none where there is no log. ValueError for a file that is none."""
     if not file.is_file():
         return []
-    with outputs.reading(file), open(file, newline="", encoding="utf-8") as opened:
+    with files.reading(file), open(file, newline="", encoding="utf-8") as opened:
         reader = csv.DictReader(opened)
         if tuple(reader.fieldnames or ()) != COLUMNS:
             raise ValueError(f"its columns are {reader.fieldnames}")
@@ -141,4 +142,5 @@ def picture(out: Path, floor: float | None = None) -> None:
         ax.axhline(floor, color="#222222", linestyle="--", linewidth=1, label="entropy of the text")
     ax.set(xlabel="training tokens", ylabel="loss, nats a token")
     ax.legend(frameon=False)
-    figure.savefig(out / "loss.svg", metadata={"Date": None})
+    with files.naming("write", out / "loss.svg"):
+        figure.savefig(out / "loss.svg", metadata={"Date": None})

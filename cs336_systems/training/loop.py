@@ -29,7 +29,7 @@ from cs336_systems.model import build
 from cs336_systems.parallel.agreement import agreement
 from cs336_systems.parallel.fsdp import FullyShardedDataParallel, ShardedGradScaler
 from cs336_systems.store import files
-from cs336_systems.training import checkpoints, modes, optimizer, outputs, resuming
+from cs336_systems.training import checkpoints, modes, optimizer, resuming
 from cs336_systems.training.batches import Batches, Data
 from cs336_systems.training.clock import Clock
 from cs336_systems.training.config import TrainingConfig, for_ranks
@@ -94,6 +94,7 @@ class Trainer:
         self.loss = torch.zeros((), device=self.device)  # of the last step, on this rank
         self._sum = torch.zeros((), device=self.device)  # of the losses since the last line of the log
         self._count = 0
+        self._norm = self.loss  # of the last step's gradient
         self._asked_to_stop = False
         self._saved, self._saved_s = -1, time.monotonic()  # the step, and when it was saved last, or began
 
@@ -132,6 +133,7 @@ class Trainer:
         self.scaler.unscale_(self.optimizer)
         largest, weights = config.optimizer.clip or math.inf, self.model.parameters()
         norm = self.sharded.clip_grad_norm_(largest) if self.sharded else clip_grad_norm_(weights, largest)
+        self._norm = norm
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -227,10 +229,12 @@ class Trainer:
             torch.set_rng_state(random["cpu"])
             if self.device != "cpu" and "cuda" in random:
                 torch.cuda.set_rng_state(random["cuda"], self.device)
-        with outputs.reading(path / "checkpoint.json"):
+        with files.reading(path / "checkpoint.json"):
             self.step, self._count = about["step"], about["count"]
             self.clock.resume(about["seconds"], self.step)
-            self.best = math.inf if about["best"] is None else about["best"]
+            before = checkpoints.config_of(path, about).evaluation.tokens  # of the held-out text
+            comparable = about["best"] is not None and before == self.config.evaluation.tokens
+            self.best = about["best"] if comparable else math.inf
 
     # -------------------------------------------------------------------------------------------------------- the run
     def run(self) -> dict[str, Any]:
@@ -272,6 +276,7 @@ class Trainer:
                 seconds, timed = clock.seconds, clock.timed
             if ends or evaluation:
                 loss = self.evaluate(everything=ends)
+                self._sum += 0 * loss  # for `_check_losses`
                 row |= {"valid_loss": loss, "bits_per_byte": self.bits_per_byte(loss)}
                 valid = loss if ends else None
             if log and row:
@@ -284,6 +289,8 @@ class Trainer:
                     self.save()
                     if log:  # `checkpoints.best_of` reads it
                         files.replace({self.folder / "best": self.place.name})
+                elif log:  # the one that was kept is the best no longer
+                    (self.folder / "best").unlink(missing_ok=True)
             if saving and not ends:
                 self._check_losses()
                 self.save()
@@ -327,14 +334,16 @@ class Trainer:
         return self.step - made
 
     def _check_losses(self) -> float:
-        """The mean loss since the last line; TrainingError where one was not finite."""
-        mean = (self._sum / max(self._count, 1)).item()
+        """The mean loss since the last line; TrainingError where one was not finite, on held-out text neither, or the
+        last step's gradient, which has spoiled the weights before a loss shows it (fp16 skips such a step)."""
+        shows_later = 0 if self.scaler.is_enabled() else 0 * self._norm
+        mean = ((self._sum + shows_later) / max(self._count, 1)).item()
         if not math.isfinite(mean):
             first = self.step - self._count + 1
             where = f"step {self.step}" if first >= self.step else f"steps {first} to {self.step}"
             path = checkpoints.newest_sound(self.folder)
             last = f"the last good checkpoint is {path}" if path else "no checkpoint was saved before"
-            raise TrainingError(f"the loss is not finite in {where}; {last}")
+            raise TrainingError(f"the loss, or its gradient, is not finite in {where}; {last}")
         return mean
 
     def _mfu(self, ms: float) -> float | None:

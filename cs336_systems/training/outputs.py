@@ -9,17 +9,15 @@ content is another are refused. Dates play no part.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.store.files import StoreError, alone, content, naming, opened
+from cs336_systems.store.files import StoreError, alone, content, making, naming, opened, sync
 
 Say = Callable[[str], None]  # is told a line
 silent: Say = lambda line: None
@@ -73,28 +71,6 @@ def first_wrong(folder: Path, files: Mapping[str, Any]) -> str:
     return ""
 
 
-@contextlib.contextmanager
-def in_a_line(what: str, advice: str = "") -> Iterator[None]:
-    """Turns whatever is raised within, of others' packages anything, into one error: what, why, advice."""
-    try:
-        yield
-    except (StoreError, MemoryError):
-        raise
-    except Exception as error:
-        why = next(filter(None, map(str.strip, str(error).splitlines())), "")
-        raise StoreError(f"{what}: {type(error).__name__}: {why[:200]}{advice}") from error
-
-
-@contextlib.contextmanager
-def reading(file: Path, advice: str = "") -> Iterator[None]:
-    """The same of damaged or foreign content, whose error names the file; of a file that is not there, too."""
-    with in_a_line(f"{file} is damaged", advice):
-        try:
-            yield
-        except FileNotFoundError as error:
-            raise StoreError(f"{error.filename or file} is missing{advice}") from error
-
-
 def _hold(files: Mapping[str, Any], expected: Mapping[str, str], folder: Path) -> None:
     for name, about in files.items():
         if about["sha256"] != expected.get(name, about["sha256"]):
@@ -120,19 +96,6 @@ def _taken(record: Path, made_from: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
 
 
-# ------------------------------------------------------------------------------------- whole or not there at all
-@contextlib.contextmanager
-def making(folder: Path) -> Iterator[Path]:
-    """An empty folder in `folder` for what is to be renamed once it is finished; the rest is removed."""
-    new = folder / ".making"
-    shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
-    new.mkdir(parents=True)
-    try:
-        yield new
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-
-
 def recorded(record: Path, about: Mapping[str, Any]) -> dict[str, Any]:
     """Writes a JSON file beside the files of a folder: `about`, and the size and SHA-256 of each; all are on the disk
     when it returns what it wrote."""
@@ -143,12 +106,3 @@ def recorded(record: Path, about: Mapping[str, Any]) -> dict[str, Any]:
     record.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     sync(record)
     return told
-
-
-def sync(path: Path) -> None:
-    """Has a file's content, or a folder's names, reach the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

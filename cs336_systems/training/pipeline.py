@@ -54,23 +54,24 @@ def train(config: TrainingConfig, say: Say = print) -> dict[str, Any]:
         group = process_group("auto", config.run.device, config.parallel.timeout_s)
     with contextlib.ExitStack() as held:
         with group as rank:
-            told, leads = ["", None], not rank or rank.rank == 0
+            told, leads = ["", None, {}], not rank or rank.rank == 0
             with agreement(dist.group.WORLD if rank else None):  # an error of rank 0 ends all
                 if leads:
                     told = _begin(config, say, held)
             if rank:
                 dist.broadcast_object_list(told, src=0)
-            start, result = told
+            start, result, data = told
+            arguments = {"config": config.to_dict(), "start": start, "data": data}
             if not result and not rank and nproc > 1:
-                result = _on_ranks(config, start, say)
+                result = _on_ranks(config, arguments, say)
             elif not result:
-                result = on_a_rank(rank, config.to_dict(), start)
+                result = on_a_rank(rank, **arguments)
         return _finish(config, start, result, say) if leads else result
 
 
 def _begin(config: TrainingConfig, say: Say, held: contextlib.ExitStack) -> list[Any]:
-    """All that comes before the first step, from then on alone in the folder: the checkpoint to go on from, or "", and
-    the result where all is done already.
+    """All that comes before the first step, from then on alone in the folder: the checkpoint to go on from, or "", the
+    result where all is done already, or else what `batches.Data` is to be learned from.
 
     What the machine does not allow is refused before there is a folder; what a file does not, before hours of training.
     """
@@ -82,10 +83,13 @@ def _begin(config: TrainingConfig, say: Say, held: contextlib.ExitStack) -> list
     if result:
         prepare(config, say)  # of a text that has changed since, this is no result
         say(f"training: {config.out} holds it already, {result['step']} steps")
-        return ["", result]
+        return ["", result, {}]
     start = _where_to_start(config, say)
+    at = None
     if begun := "" if start else config.checkpoints.init_from:  # what goes on has its weights
         checkpoints.weights_of(Path(begun).expanduser())
+        if at := checkpoints.of(Path(begun).expanduser()):
+            resuming.check(at, checkpoints.told(at), config, dtype=None)
     if start:
         dtype = modes.dtype_of(config.run.dtype, modes.device_of(config.run.device))
         resuming.check(Path(start), checkpoints.load(Path(start))[0], config, dtype)
@@ -93,35 +97,38 @@ def _begin(config: TrainingConfig, say: Say, held: contextlib.ExitStack) -> list
     forecast.check_fits(config, info.vocab_size)  # of a tokenizer that is there now
     for name, ids in (("train", info.train), ("valid", info.valid)):
         batches.Batches(ids, config.model.context_length, 1, 0, name)  # refuses a text too short
-    theirs, known = Path(begun).expanduser() / checkpoints.TOKENIZER, info.tokenizer
-    if begun and known and theirs.is_file() and outputs.sha256(theirs) != info.files[known.name]:
+    theirs, known = at and at / checkpoints.TOKENIZER, info.tokenizer
+    if theirs and known and theirs.is_file() and outputs.sha256(theirs) != info.files[known.name]:
         raise ValueError(
             f"checkpoints.init_from={begun}: its weights know the tokens of {theirs}, not of this run's "
             f"tokenizer; tokenizer.path={theirs} takes it"
         )
     (Path(config.out) / loop.STOP).unlink(missing_ok=True)
     files.replace({Path(config.out) / "config.json": json.dumps(config.to_dict(), indent=1) + "\n"})
-    return [start, None]
+    return [start, None, info.told()]
 
 
-def _on_ranks(config: TrainingConfig, start: str, say: Say) -> dict[str, Any]:
+def _on_ranks(config: TrainingConfig, arguments: dict[str, Any], say: Say) -> dict[str, Any]:
     """Trains in `parallel.nproc` processes."""
     from cs336_systems.launch.start import launch
     from cs336_systems.training.loop import STOP, on_sigterm
 
     with on_sigterm((Path(config.out) / STOP).touch):
         return launch(
-            f"{__name__}:on_a_rank", config.parallel.nproc, {"config": config.to_dict(), "start": start},
-            device=config.run.device, timeout_s=_FOREVER_S, collective_timeout_s=config.parallel.timeout_s, log=say,
+            f"{__name__}:on_a_rank", config.parallel.nproc, arguments, device=config.run.device,
+            timeout_s=_FOREVER_S, collective_timeout_s=config.parallel.timeout_s, log=say,
         )[0]  # fmt: skip
 
 
-def on_a_rank(rank: Rank | None, config: dict[str, Any], start: str) -> dict[str, Any]:
-    """Trains as one rank, or alone; `start` is a checkpoint to go on from, or ""."""
+def on_a_rank(rank: Rank | None, config: dict[str, Any], start: str, data: dict[str, Any]) -> dict[str, Any]:
+    """Trains as one rank, or alone. start: a checkpoint to go on from, or ""; data: `Data.told` of what rank 0 has made
+    and held against its digests. Another node makes its own, as it may have another disk."""
     from cs336_systems.training.loop import Trainer
 
     made = load(None, config)
-    trainer = Trainer(made, prepare(made, silent), rank, resumed=bool(start))
+    elsewhere = rank and rank.rank != rank.local_rank
+    found = prepare(made, silent) if elsewhere else batches.Data.of(data)
+    trainer = Trainer(made, found, rank, resumed=bool(start))
     if start:
         trainer.resume(Path(start))
     return trainer.run()
@@ -139,7 +146,7 @@ def _finished(config: TrainingConfig) -> dict[str, Any] | None:
     """The result of this very run, if it has been trained to its end."""
     if not (path := Path(config.out) / "result.json").exists():
         return None
-    with outputs.reading(path, advice="; remove it, or choose another out"):
+    with files.reading(path, advice="; remove it, or choose another out"):
         result = json.loads(files.content(path))
         return result if result["digest"] == digest(config) and not result["stopped"] else None
 
@@ -201,18 +208,15 @@ def _finish(config: TrainingConfig, start: str, result: dict[str, Any], say: Say
 
 
 def trained(place: Path, device: str = "auto", say: Say = silent) -> tuple[TransformerLM, Tokenizer, int]:
-    """A trained model, its tokenizer, and the token after each document. `place`: a checkpoint, or a run's folder (its
-    best checkpoint, or its newest sound one; `say` gets why newer ones are none).
+    """A trained model, its tokenizer, and the token after each document. place, say: as of `checkpoints.of`.
 
     ValueError where there is none, or no tokenizer; StoreError for one that is not sound.
     """
     from cs336_systems.model import build
     from cs336_systems.training import checkpoints, modes
 
-    path, folder, why = place, place / "checkpoints", []
-    if folder.is_dir() and not ((path := checkpoints.best_of(folder)) and path.is_dir()):
-        path = checkpoints.newest_sound(folder, say=why.append)
-    if path is None or not (path / "checkpoint.json").is_file():
+    why: list[str] = []
+    if not (path := checkpoints.of(place, why.append)):
         none = f"{place} is neither a checkpoint nor the folder of a run that has one"
         raise ValueError("; ".join([none, *why]))
     for line in why:

@@ -35,11 +35,12 @@ def settings(config: TrainingConfig, beside: Iterable[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def check(path: Path, about: Mapping[str, Any], now: TrainingConfig, dtype: str) -> None:
+def check(path: Path, about: Mapping[str, Any], now: TrainingConfig, dtype: str | None) -> None:
     """Whether a run may go on from the checkpoint `path`, of which checkpoint.json says `about`.
 
-    dtype: what `run.dtype` comes to here. ValueError where the settings differ in what changes the run, unless
-    `checkpoints.resume_changed` allows it; in the model's shape in any case. StoreError where it tells of no run.
+    dtype: what `run.dtype` comes to here; None for a run that takes the weights alone. ValueError where the settings
+    differ in what changes the run, unless `checkpoints.resume_changed` allows it; in the model's shape in any case (the
+    number of its heads no tensor tells). StoreError where it tells of no run.
     """
     from cs336_systems.training import checkpoints
 
@@ -48,7 +49,7 @@ def check(path: Path, about: Mapping[str, Any], now: TrainingConfig, dtype: str)
     differ = {key: f"{key}={old[key]!r}, now {new[key]!r}" for key in old if old[key] != new[key]}
     if never := [text for key, text in differ.items() if key in _SHAPE]:
         raise ValueError(f"the weights of {path} do not fit other settings: {'; '.join(never)}")
-    if differ and not now.checkpoints.resume_changed:
+    if differ and dtype and not now.checkpoints.resume_changed:
         raise ValueError(
             f"{path} was trained with other settings: {'; '.join(differ.values())}; --resume-changed goes on all the "
             "same, another --out begins anew"

@@ -10,9 +10,9 @@ Both hold documents, each ended by a line `<|endoftext|>` (`training.documents`)
     a path        a file of text, or .jsonl with one in each line; a folder, whose *.txt and *.jsonl, nested ones too,
                   are taken in the order of their names; or ready token ids, .npy or .bin (`training.tokens`)
 
-`text.valid` names what is held out of a path, another one; without it documents are, drawn by the seed, a tenth of all
-at most, or one. Megabytes are 10^6 bytes of documents (of ids: of the file). Limits fall between documents, except that
-a single one is cut in two, and one that is longer than its limit to it.
+`text.valid` names what is held out of a path, another one; without it documents are, drawn by the seed with all their
+copies, a tenth of all at most, or one. Megabytes are 10^6 bytes of documents (of ids: of the file). Limits fall between
+documents, except that a single one is cut in two, and one that is longer than its limit to it.
 
 `tinystories` was tested against a stand-in for the hub on 127.0.0.1, connections that break included, not against the
 hub itself. What arrives is held against its size, by the package.
@@ -29,7 +29,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from cs336_systems.store.files import naming
+from cs336_systems.store.files import in_a_line, naming, reading
 from cs336_systems.store.machine import cpu_cores, has_module
 from cs336_systems.store.pool import Pool
 from cs336_systems.training import documents, outputs
@@ -106,7 +106,7 @@ def prepare(config: Text, folder: Path, log: Say = print, expected: Mapping[str,
         return {"splits": splits, "about": f"{sizes[0]}; {sizes[1]} held out"}
 
     told = outputs.stage(folder, "text", made_from, make, log, expected)
-    with outputs.reading(folder / "text.json", outputs.ANEW):
+    with reading(folder / "text.json", outputs.ANEW):
         train, valid = (
             Split(folder / file, sha256=told["files"][file]["sha256"], **told["splits"][name])
             for name, file in (("train", "train.txt"), ("valid", "valid.txt"))
@@ -151,7 +151,7 @@ def _fetched(name: str) -> Path:
     import huggingface_hub
 
     advice = "; --source FILE takes a text that is here"
-    with outputs.in_a_line(f"text.source='tinystories': {name} cannot be fetched", advice):
+    with in_a_line(f"text.source='tinystories': {name} cannot be fetched", advice):
         return Path(huggingface_hub.hf_hub_download(REPOSITORY, name, repo_type="dataset"))
 
 

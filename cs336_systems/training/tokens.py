@@ -27,7 +27,7 @@ import numpy as np
 from tokenizers import Encoding, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
-from cs336_systems.store.files import content
+from cs336_systems.store.files import content, in_a_line, reading
 from cs336_systems.training import config as configuration
 from cs336_systems.training import documents, outputs
 from cs336_systems.training.batches import Data
@@ -62,9 +62,9 @@ def prepare(
         made_from["random"] = {"seed": text.seed} | {name: split.bytes for name, split in parts.items()}
     elif of_text:
         made_from["text"] = {name: split.sha256 for name, split in parts.items()}
-        made_from |= {"separator": config.separator} if config.separator else {}
     else:
         made_from["ready"] = {name: [s.sha256, s.bytes, config.dtype] for name, s in parts.items()}
+    made_from |= {"separator": config.separator} if config.separator else {}
 
     def make(new: Path) -> dict[str, Any]:
         tokenizer, path = None if random else known, new / "tokenizer.json"
@@ -101,7 +101,7 @@ def prepare(
         }  # fmt: skip
 
     told = outputs.stage(folder, "tokens", made_from, make, log, expected)
-    with outputs.reading(folder / "tokens.json", outputs.ANEW):
+    with reading(folder / "tokens.json", outputs.ANEW):
         train, valid = (np.memmap(folder / f"{name}.bin", told["dtype"], mode="r") for name in parts)
         files = {name: about["sha256"] for name, about in told["files"].items()}
         lossless, vocab_size, end = told["lossless"], told["vocab_size"], told["end_of_text"]
@@ -123,7 +123,7 @@ def load_tokenizer(path: Path, separator: str = "") -> Tokenizer:
     `tokenizer.encode(text, add_special_tokens=False).ids`, `tokenizer.decode(ids)`. separator: its token after each
     document; "": as `end_of_text` finds it. ValueError that names the file where it is none, or has no such token.
     """
-    with outputs.in_a_line(f"tokenizer.path={str(path)!r} is no tokenizer.json"):
+    with in_a_line(f"tokenizer.path={str(path)!r} is no tokenizer.json"):
         tokenizer = Tokenizer.from_str(content(path).decode())
     if end_of_text(tokenizer, separator) is None:
         special = [token.content for token in tokenizer.get_added_tokens_decoder().values()][:8]

@@ -12,6 +12,7 @@ run of minutes that shows that all parts work.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 from collections.abc import Iterator
@@ -134,8 +135,8 @@ def run(plan: Plan, say: Any = print, sweep: bool = False) -> dict[str, Any]:
 
 def swept(plan: Plan, say: Any = print) -> Plan:
     """The plan with the learning rate of RATES that has the lowest held-out loss after a short run, a whole schedule of
-    _SHARE of the minutes. These runs stay in `sweep/`: interrupted, a second call goes on with them. ValueError for a
-    text without a tokenizer, and under torchrun."""
+    _SHARE of the minutes; one that diverges has lost. These runs stay in `sweep/`: interrupted, a second call goes on
+    with them. ValueError for a text without a tokenizer, and under torchrun."""
     from cs336_systems.training import pipeline
 
     if "RANK" in os.environ:
@@ -153,9 +154,17 @@ def swept(plan: Plan, say: Any = print) -> Plan:
             "tokenizer.path": str(info.tokenizer), "tokenizer.dtype": "uint16", "optimizer.learning_rate": rate,
             "schedule": _short(own), "generation.samples": 0, "checkpoints.keep": 1,
         })  # fmt: skip
-        losses[rate] = (result := pipeline.train(short, lambda line: None))["valid_loss"]
+        try:
+            result = pipeline.train(short, lambda line: None)
+        except RuntimeError as error:  # of this process, or of a rank
+            if "TrainingError: " not in (why := f"{type(error).__name__}: {error}"):
+                raise
+            losses[rate] = math.inf
+            say(f"learning rate {rate:g}: {why}")
+            continue
         if result["stopped"]:
             raise KeyboardInterrupt
+        losses[rate] = result["valid_loss"]
         say(f"learning rate {rate:g}: held out {losses[rate]:.4f} nats a token after {_SHARE:.1%} of the run")
     best = min(losses, key=losses.__getitem__)
     return replace(plan, config=load(None, {**own.to_dict(), "optimizer.learning_rate": best}))
