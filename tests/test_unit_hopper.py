@@ -802,6 +802,7 @@ def test_products_overlap_and_nothing_worth_speaking_of_is_spilled(
     few = 0
     if kernel.startswith("backward"):
         few = (320 if head_dim == 128 else 128) + more_spills()  # most in fp16 with triton 3.7: 292
+        few += more_spills() // 2 * kernel.endswith("documents") + 8 * kernel.endswith("window")  # 988, 772
     elif kernel.startswith("forward") and config.groups > 1:
         # triton 3.8 spills as much in fp16: two accesses in loops over keys
         few = max(more_spills(), 136 if config.groups == 3 and head_dim == 128 else 0)
