@@ -1488,6 +1488,46 @@ def test_a_forward_pass_that_raises_leaves_shards(alone):
     model.finish_gradient_synchronization()
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("reshard", [False, True])
+def test_backward_does_not_pass_through_other_weights_than_forward(fused, reshard, alone):
+    """As for weights that are not sharded, whose versions autograd compares."""
+    model = FullyShardedDataParallel(Model(), reshard_after_forward=reshard)
+    optimizer = torch.optim.SGD([weight.parameter for weight in model.weights], lr=0.1, fused=fused)
+    early, late = (loss_of(model, torch.tensor([[1, 2]])) for _ in range(2))
+    late.backward()
+    model.finish_gradient_synchronization()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        early.backward()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_weights_gathered_ahead_are_gathered_again_after_a_change(fused, alone):
+    model = FullyShardedDataParallel(Model())
+    layers = model.module.layers
+    optimizer = torch.optim.SGD(layers.parameters(), lr=1.0, fused=fused)
+    for p in layers.parameters():
+        p.grad = p.detach().clone()
+    layers[0].up(torch.ones(1, 6))  # and `down`, ahead
+    optimizer.step()
+    assert layers[0].down(torch.ones(1, 7)).count_nonzero() == 0
+
+
+def test_weights_may_be_changed_on_the_way(alone):
+    """By a module that clips those of the next one, say, which have been gathered ahead."""
+    model, seen = FullyShardedDataParallel(Model()), []
+    up = model.module.layers[1].up
+
+    def clip(*_):
+        nn.init.zeros_(up.weight)
+
+    model.module.layers[1].norm.register_forward_pre_hook(clip)
+    up.register_forward_hook(lambda layer, inputs, output: seen.append(output))
+    model(torch.tensor([[1]]))
+    assert torch.equal(seen[0].flatten(), up.bias)
+
+
 def test_frozen_later_means_no_gradient(alone):
     model = FullyShardedDataParallel(Model())
     model.module.layers[1].up.weight.requires_grad_(False)

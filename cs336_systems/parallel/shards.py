@@ -158,6 +158,7 @@ class FlatWeights:
         self.reduction: dist.Work | None = None  # under way
         self._work: dist.Work | None = None
         self._sent: Tensor | None = None
+        self._versions: list[int] = []  # of the shards, when they were gathered last
 
         group = wires.reductions
         step = _ALIGNMENT // min(d.itemsize for d in (model.dtype, self.compute_dtype, self.reduce_dtype))
@@ -213,6 +214,11 @@ class FlatWeights:
         """Bytes of memory for the whole weights; 0 unless they are here, or on their way."""
         return self._flat.untyped_storage().nbytes()
 
+    @property
+    def outdated(self) -> bool:
+        """Whether shards have been written to since they were gathered."""
+        return self._versions != [weight.parameter._version for weight in self.weights]
+
     @torch.no_grad()
     def gather(self) -> None:
         """Starts gathering weights that are not there, when the work queued so far is done.
@@ -228,6 +234,9 @@ class FlatWeights:
                     f"{weight.name} has been converted, moved or replaced since the model was wrapped; do that first, "
                     "wrap then"
                 )
+        if self.outdated:  # backward raises where it comes to a graph that has kept the ones before, as in one process
+            torch.autograd.graph.increment_version([weight.full for weight in self.weights])
+            self._versions = [weight.parameter._version for weight in self.weights]
         with self.wires.gathering():
             self._flat.untyped_storage().resize_(self.numel * self.compute_dtype.itemsize)
             self._sent = self._shard.to(self.compute_dtype)  # kept until it has been sent
