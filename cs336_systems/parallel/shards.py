@@ -234,7 +234,7 @@ class FlatWeights:
                     f"{weight.name} has been converted, moved or replaced since the model was wrapped; do that first, "
                     "wrap then"
                 )
-        if self.outdated:  # backward raises where it comes to a graph that has kept the ones before, as in one process
+        if self.outdated:  # then backward raises in a graph that has kept them as they were
             torch.autograd.graph.increment_version([weight.full for weight in self.weights])
             self._versions = [weight.parameter._version for weight in self.weights]
         with self.wires.gathering():
