@@ -393,7 +393,7 @@ def test_out_of_memory_is_a_row_and_stays_one_unless_others_held_it(fake, root, 
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("size", 10**20), ("size", -(2**63) - 1), ("rate", float("nan"))]
+    ("field", "value"), [("size", 10**20), ("size", -(2**63) - 1), ("size", 1.5), ("rate", float("nan"))]
 )
 def test_a_case_that_no_file_keeps_is_refused_before_anything_is_measured(fake, root, field, value):
     case = dataclasses.replace(fake.Case(1, "a", True), **{field: value})
