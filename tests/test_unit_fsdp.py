@@ -669,8 +669,8 @@ def hold_few_bytes(seed):
             gather(self)
             weights.append(sum(flat.gathered_bytes for flat in model.flats))
 
-        def counted_take(self, weight, gradient, model=model, take=take, gradients=gradients):
-            take(self, weight, gradient)
+        def counted_take(self, *given, model=model, take=take, gradients=gradients):
+            take(self, *given)
             gradients.append(sum(f.gradient.numel() * 4 for f in model.flats if f.gradient is not None))
 
         with about(units, dtype, reshard), pytest.MonkeyPatch.context() as patch:
@@ -1486,6 +1486,37 @@ def test_a_forward_pass_that_raises_leaves_shards(alone):
     assert all(p is before[name] and p.dim() == 1 for name, p in model.module.named_parameters())
     backward(model, torch.tensor([[1]]))
     model.finish_gradient_synchronization()
+
+
+@pytest.mark.parametrize("penalty", [0, 1])
+def test_what_is_accumulated_is_dropped_with_the_gradients(penalty, alone):
+    """penalty: the losses depend on the shards themselves, too, to whose gradients autograd adds."""
+    ids = torch.tensor([[1, 2]])
+    single, model = Model().double(), FullyShardedDataParallel(Model().double())
+    with model.full_parameters():
+        model.module.load_state_dict(single.state_dict())
+    loss = lambda model: loss_of(model, ids) + penalty * sum(p.square().sum() for p in model.parameters())
+    with model.no_sync():
+        loss(model).backward()
+        torch.optim.SGD(model.parameters()).zero_grad()
+        for _ in range(2):
+            loss(model).backward()
+    model.finish_gradient_synchronization()
+    (2 * loss(single)).backward()
+    assert_like(model, single)
+
+    model.zero_grad()
+    with model.no_sync():
+        loss(model).backward()
+    model.zero_grad()
+    model.finish_gradient_synchronization()
+    assert all(p.grad is None for p in model.parameters())
+
+    with model.no_sync():
+        loss(model).backward()
+    model.zero_grad(set_to_none=False)
+    with pytest.raises(RuntimeError, match=r"has been changed while no_sync.*set_to_none=True"):
+        loss(model).backward()
 
 
 @pytest.mark.parametrize("fused", [False, True])
