@@ -404,6 +404,13 @@ def test_a_case_that_no_file_keeps_is_refused_before_anything_is_measured(fake, 
     assert not fake.CALLS and not list(root.rglob("*.csv"))
 
 
+@pytest.mark.parametrize(("value", "kept"), [(True, 1), (1e7, 10**7), (2.0, 2)])
+def test_a_whole_number_is_kept_as_one_whatever_its_type(write, read, value, kept):
+    write({"size": value, "causal": 1})
+    write({"size": kept, "ms_p50": 2.0})
+    assert read("size") == [kept] and read("ms_p50") == [2.0]
+
+
 def test_columns_of_a_newer_version_are_kept_by_measuring_nothing(fake, root):
     measure(fake, root)
     fake.CALLS.clear()

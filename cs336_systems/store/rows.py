@@ -193,8 +193,12 @@ def environments(machine: str, root: Path | None = None) -> dict[str, dict[str, 
 
 # -------------------------------------------------------------------------------------------------- writing
 def _csv(experiment: Table, rows: Mapping[tuple[Any, ...], Mapping[str, Any]]) -> str:
-    header = columns(experiment)
-    table = [[_text(rows[key].get(column)) for column in header] for key in sorted(rows)]
+    header, fields = columns(experiment), len(case_fields(experiment))
+    # the case as its key has it: a whole number may have come as 1e7, or as True, which no column of them has
+    table = [
+        list(map(_text, (*key, *(rows[key].get(column) for column in header[fields:]))))
+        for key in sorted(rows)
+    ]
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows([header, *table])
     return out.getvalue()
