@@ -669,8 +669,8 @@ def hold_few_bytes(seed):
             gather(self)
             weights.append(sum(flat.gathered_bytes for flat in model.flats))
 
-        def counted_take(self, weight, gradient, model=model, take=take, gradients=gradients):
-            take(self, weight, gradient)
+        def counted_take(self, *given, model=model, take=take, gradients=gradients):
+            take(self, *given)
             gradients.append(sum(f.gradient.numel() * 4 for f in model.flats if f.gradient is not None))
 
         with about(units, dtype, reshard), pytest.MonkeyPatch.context() as patch:
@@ -1486,6 +1486,77 @@ def test_a_forward_pass_that_raises_leaves_shards(alone):
     assert all(p is before[name] and p.dim() == 1 for name, p in model.module.named_parameters())
     backward(model, torch.tensor([[1]]))
     model.finish_gradient_synchronization()
+
+
+@pytest.mark.parametrize("penalty", [0, 1])
+def test_what_is_accumulated_is_dropped_with_the_gradients(penalty, alone):
+    """penalty: the losses depend on the shards themselves, too, to whose gradients autograd adds."""
+    ids = torch.tensor([[1, 2]])
+    single, model = Model().double(), FullyShardedDataParallel(Model().double())
+    with model.full_parameters():
+        model.module.load_state_dict(single.state_dict())
+    loss = lambda model: loss_of(model, ids) + penalty * sum(p.square().sum() for p in model.parameters())
+    with model.no_sync():
+        loss(model).backward()
+        torch.optim.SGD(model.parameters()).zero_grad()
+        for _ in range(2):
+            loss(model).backward()
+    model.finish_gradient_synchronization()
+    (2 * loss(single)).backward()
+    assert_like(model, single)
+
+    model.zero_grad()
+    with model.no_sync():
+        loss(model).backward()
+    model.zero_grad()
+    model.finish_gradient_synchronization()
+    assert all(p.grad is None for p in model.parameters())
+
+    with model.no_sync():
+        loss(model).backward()
+    model.zero_grad(set_to_none=False)
+    with pytest.raises(RuntimeError, match=r"has been changed while no_sync.*set_to_none=True"):
+        loss(model).backward()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("reshard", [False, True])
+def test_backward_does_not_pass_through_other_weights_than_forward(fused, reshard, alone):
+    """As for weights that are not sharded, whose versions autograd compares."""
+    model = FullyShardedDataParallel(Model(), reshard_after_forward=reshard)
+    optimizer = torch.optim.SGD([weight.parameter for weight in model.weights], lr=0.1, fused=fused)
+    early, late = (loss_of(model, torch.tensor([[1, 2]])) for _ in range(2))
+    late.backward()
+    model.finish_gradient_synchronization()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        early.backward()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_weights_gathered_ahead_are_gathered_again_after_a_change(fused, alone):
+    model = FullyShardedDataParallel(Model())
+    layers = model.module.layers
+    optimizer = torch.optim.SGD(layers.parameters(), lr=1.0, fused=fused)
+    for p in layers.parameters():
+        p.grad = p.detach().clone()
+    layers[0].up(torch.ones(1, 6))  # and `down`, ahead
+    optimizer.step()
+    assert layers[0].down(torch.ones(1, 7)).count_nonzero() == 0
+
+
+def test_weights_may_be_changed_on_the_way(alone):
+    """By a module that clips those of the next one, say, which have been gathered ahead."""
+    model, seen = FullyShardedDataParallel(Model()), []
+    up = model.module.layers[1].up
+
+    def clip(*_):
+        nn.init.zeros_(up.weight)
+
+    model.module.layers[1].norm.register_forward_pre_hook(clip)
+    up.register_forward_hook(lambda layer, inputs, output: seen.append(output))
+    model(torch.tensor([[1]]))
+    assert torch.equal(seen[0].flatten(), up.bias)
 
 
 def test_frozen_later_means_no_gradient(alone):

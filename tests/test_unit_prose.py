@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -57,7 +59,7 @@ def test_numbers_format_themselves():
 
 @pytest.mark.parametrize("make", [
     lambda x: x + 1, lambda x: 1 - x, lambda x: 2 * x / 3, lambda x: -x, lambda x: abs(x), lambda x: x**0.5,
-    lambda x: 1 / x, lambda x: Number(2) / x, lambda x: span([1.0, x]).low,
+    lambda x: 1 / x, lambda x: Number(2) / x, lambda x: span([1.0, x]).low, lambda x: np.float64(1) - x,
 ])  # fmt: skip
 def test_a_missing_number_stays_missing_and_says_why(make):
     found = make(Number(math.nan, "too hot"))
@@ -68,6 +70,7 @@ def test_a_division_by_zero_is_missing_and_comparisons_with_it_are_none():
     assert (Number(1) / 0).missing == (1 / Number(0)).missing == "divided by zero"
     x = Number(math.nan, "gone")
     assert [x < 1, x <= 1, x > 1, x >= 1, x == 1, x != 1, Number(1) < x] == [None] * 7
+    assert [compared(np.float64(1), x) for compared in (operator.lt, operator.ge, operator.ne)] == [None] * 3
     assert (Number(1) < 2) is True and (Number(1) > 2) is False
 
 

@@ -393,7 +393,7 @@ def test_out_of_memory_is_a_row_and_stays_one_unless_others_held_it(fake, root, 
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("size", 10**20), ("size", -(2**63) - 1), ("rate", float("nan"))]
+    ("field", "value"), [("size", 10**20), ("size", -(2**63) - 1), ("size", 1.5), ("rate", float("nan"))]
 )
 def test_a_case_that_no_file_keeps_is_refused_before_anything_is_measured(fake, root, field, value):
     case = dataclasses.replace(fake.Case(1, "a", True), **{field: value})
@@ -402,6 +402,13 @@ def test_a_case_that_no_file_keeps_is_refused_before_anything_is_measured(fake, 
     with pytest.raises(ValueError, match=f"{field}={value}: expected"):
         rows.write(fake, "m", [row(fake, **{field: value})], root)
     assert not fake.CALLS and not list(root.rglob("*.csv"))
+
+
+@pytest.mark.parametrize(("value", "kept"), [(True, 1), (1e7, 10**7), (2.0, 2)])
+def test_a_whole_number_is_kept_as_one_whatever_its_type(write, read, value, kept):
+    write({"size": value, "causal": 1})
+    write({"size": kept, "ms_p50": 2.0})
+    assert read("size") == [kept] and read("ms_p50") == [2.0]
 
 
 def test_columns_of_a_newer_version_are_kept_by_measuring_nothing(fake, root):

@@ -511,6 +511,13 @@ def two_settings_that_an_optimizer_changes():
         both.assert_same()
         assert [group["taken"] for group in both.sharded.param_groups] == [4]
 
+    both = Both(Passing, Matrices, lambda model: [{"params": [p]} for p in model.parameters()], lr=0.1)
+    for model, optimizer in both.sides:
+        random_gradients(model, 0)
+        with torch.no_grad():
+            optimizer.step()
+    both.assert_same_state()  # also of groups that lie on the other rank as a whole
+
 
 def two_overlap_with_parts_that_are_read_by_others():
     both = Both(make=Adapted, num_rounds=6)

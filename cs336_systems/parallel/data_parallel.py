@@ -52,10 +52,9 @@ _alive: weakref.WeakSet[DataParallel] = weakref.WeakSet()
 
 def _note_updates(optimizer: Optimizer, *_: object) -> None:
     """Called after the step of any optimizer: those that are fused, or write to `parameter.data`, count no version."""
+    updated = {p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
     for wrapper in _alive:
-        if wrapper._arrived:  # of a step that has not been finished
-            updated = {p for group in optimizer.param_groups for p in group["params"]}
-            wrapper._arrived |= {i: -1 for i in wrapper._arrived if wrapper._trained[i] in updated}
+        torch.autograd.graph.increment_version([p for p in wrapper._trained if p in updated])
 
 
 register_optimizer_step_post_hook(_note_updates)
@@ -108,8 +107,7 @@ class DataParallel(nn.Module, abc.ABC):
         layout = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
         self._check_same_on_all_ranks("the module's parameters and buffers", layout)
         self._copy_from_rank_0(itertools.chain(module.parameters(), module.buffers()))
-        # by number: the version of each parameter whose gradient has arrived since gradients were averaged last; -1 if
-        # an optimizer has updated it since
+        # by number: the version of each parameter whose gradient has arrived since gradients were averaged last
         self._arrived: dict[int, int] = {}
 
         handles = [

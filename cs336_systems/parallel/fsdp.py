@@ -70,8 +70,9 @@ class FullyShardedDataParallel(DuringBackward):
     elements one by one, and may have been made before. What a unit returns to autograd must be tensors, in tuples,
     lists and dicts if there are several. What a checkpoint recomputes together is gathered together.
 
-    Several backward passes make a step as with DDP: inside `no_sync()` each rank keeps whole gradients. Where memory
-    is short, call `finish_gradient_synchronization()` after each instead, which adds to the shards' gradients.
+    Several backward passes make a step as with DDP: inside `no_sync()` each rank keeps whole gradients, and drops them
+    when those of the shards, zeros meanwhile, are dropped (`zero_grad()`). Where memory is short, call
+    `finish_gradient_synchronization()` after each instead, which adds to the shards' gradients.
 
     Errors: those of `DataParallel` and `DuringBackward`; ValueError for dtypes that are not floating-point, for units
     that are not in the model, never called or inside one another, for an Embedding with max_norm, on several devices,
@@ -171,11 +172,16 @@ class FullyShardedDataParallel(DuringBackward):
     def _begin_backward(self) -> None:
         if not self._in_backward:
             super()._begin_backward()
+            self._drop_dropped()
             self._schedule.begin_backward(reduces=not self._accumulating)
 
     def _end_backward(self) -> None:
         super()._end_backward()
         self._schedule.end_backward()
+
+    def _drop_dropped(self) -> None:
+        for flat in self._trained_flats:
+            flat.drop_dropped()
 
     def _reached(self, unit: Unit, _: Tensor) -> None:
         self._begin_backward()
@@ -187,6 +193,8 @@ class FullyShardedDataParallel(DuringBackward):
         flat, weight = self._flat_of.get(number, (None, None))
         if weight is not None:
             if parameter is weight.parameter:
+                if weight.token and weight.token[0] is parameter.grad:
+                    weight.token = parameter.grad, weight.token[1] + 1
                 return
             gradient, parameter.grad, parameter = parameter.grad, None, weight.parameter
         if number in self._arrived or (flat is not None and flat.mean is not None):
@@ -196,11 +204,12 @@ class FullyShardedDataParallel(DuringBackward):
         if weight is not None:
             if flat.gradient is None:
                 self._schedule.settle()
-            flat.take_gradient(weight, gradient)
+            flat.take_gradient(weight, gradient, self._accumulating)
             if not flat.missing:
                 self._schedule.done(flat)
 
     def _absent(self) -> list[int]:
+        self._drop_dropped()
         seen = {weight.number for flat in self._trained_flats for weight in flat.written}
         return [i for i in super()._absent() if i not in seen]
 

@@ -44,6 +44,8 @@ class Schedule:
 
     def _gather(self, flats: Iterable[FlatWeights]) -> None:
         for flat in flats:
+            if flat.outdated:  # gathered ahead, and written to since
+                self._free([flat])
             if not flat.gathered_bytes:
                 self._note(flat)
                 flat.gather()

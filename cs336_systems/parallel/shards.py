@@ -106,6 +106,8 @@ class Weight:
     stop: int = 0
     piece: slice = field(init=False)
     full: nn.Parameter = field(init=False)
+    # the shard's gradient, and its version, with which what has been accumulated goes
+    token: tuple[Tensor, int] | None = None
 
     def show(self, tensor: nn.Parameter | None) -> None:
         """Has the modules hold this tensor as their weight."""
@@ -158,6 +160,7 @@ class FlatWeights:
         self.reduction: dist.Work | None = None  # under way
         self._work: dist.Work | None = None
         self._sent: Tensor | None = None
+        self._versions: list[int] = []  # of the shards, when they were gathered last
 
         group = wires.reductions
         step = _ALIGNMENT // min(d.itemsize for d in (model.dtype, self.compute_dtype, self.reduce_dtype))
@@ -213,6 +216,11 @@ class FlatWeights:
         """Bytes of memory for the whole weights; 0 unless they are here, or on their way."""
         return self._flat.untyped_storage().nbytes()
 
+    @property
+    def outdated(self) -> bool:
+        """Whether shards have been written to since they were gathered."""
+        return self._versions != [weight.parameter._version for weight in self.weights]
+
     @torch.no_grad()
     def gather(self) -> None:
         """Starts gathering weights that are not there, when the work queued so far is done.
@@ -228,6 +236,9 @@ class FlatWeights:
                     f"{weight.name} has been converted, moved or replaced since the model was wrapped; do that first, "
                     "wrap then"
                 )
+        if self.outdated:  # then backward raises in a graph that has kept them as they were
+            torch.autograd.graph.increment_version([weight.full for weight in self.weights])
+            self._versions = [weight.parameter._version for weight in self.weights]
         with self.wires.gathering():
             self._flat.untyped_storage().resize_(self.numel * self.compute_dtype.itemsize)
             self._sent = self._shard.to(self.compute_dtype)  # kept until it has been sent
@@ -268,10 +279,17 @@ class FlatWeights:
 
     # ----------------------------------------------------------------------------------------- reducing
     @torch.no_grad()
-    def take_gradient(self, weight: Weight, gradient: Tensor) -> None:
-        """Moves a weight's gradient, as autograd has left it, into the flat one, or adds it to what is there."""
+    def take_gradient(self, weight: Weight, gradient: Tensor, accumulates: bool) -> None:
+        """Moves a weight's gradient, as autograd has left it, into the flat one, or adds it to what is there.
+        accumulates: it stays there after this pass, unless the shard's gradient is dropped: `zero_grad` knows no other.
+        """
         added = weight in self.written
         self.written.add(weight)
+        weight.token = None
+        if accumulates:
+            shard = weight.parameter
+            shard.grad = torch.zeros_like(shard) if shard.grad is None else shard.grad
+            weight.token = shard.grad, shard.grad._version
         self.missing.discard(weight)
         if self.gradient is None:
             alone = weight.shape.numel() == self.numel and gradient.dtype == self.reduce_dtype
@@ -281,6 +299,18 @@ class FlatWeights:
             self.gradient = self._shard.new_empty(self.numel, dtype=self.reduce_dtype)
         place = weight.within(self.gradient)
         place.add_(gradient) if added else place.copy_(gradient)
+
+    def drop_dropped(self) -> None:
+        """Lets go of what has been accumulated of weights whose shards' gradients have been dropped since."""
+        for weight in [weight for weight in self.written if weight.token]:
+            gradient, version = weight.token
+            if weight.parameter.grad is not gradient:
+                self.written.remove(weight)
+            elif gradient._version != version:
+                raise RuntimeError(
+                    f"the gradient of {weight.name} has been changed while no_sync() accumulates it elsewhere; drop it "
+                    "by zero_grad(set_to_none=True), or change it after finish_gradient_synchronization()"
+                )
 
     @torch.no_grad()
     def reduce(self) -> None:

@@ -1,9 +1,9 @@
-"""The state of an optimizer on its way from the ranks that hold it to rank 0."""
+"""The state of an optimizer, and of its groups, on its way from the ranks that hold it to rank 0."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -65,6 +65,24 @@ def gathered(local: dict[Any, Any], numbered: dict[int, Tensor], group: dist.Pro
             exchange(dist.irecv, arriving.values(), peer=owner)
             whole[index] = state | {k: v.cpu() for k, v in arriving.items()}
     return {k: v for k, v in local.items() if k not in numbered} | dict(sorted(whole.items()))
+
+
+def settings_of_owners(
+    groups: list[dict[str, Any]], owned: Collection[int], group: dist.ProcessGroup
+) -> list[dict[str, Any]]:
+    """The param groups of a state dict; on rank 0 with the settings of a rank that has some of their parameters
+    (`owned`: this one's, by number). What an optimizer counts in its groups it may not count in those that are empty.
+    All ranks call it."""
+    mine = [
+        {name: value for name, value in saved.items() if name != "params" and not isinstance(value, Tensor)}
+        if any(index in owned for index in saved["params"])
+        else {}
+        for saved in groups
+    ]
+    everyones: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
+    dist.gather_object(mine, everyones, group=group, group_dst=0)
+    told = zip(groups, *(everyones or [mine]), strict=True)
+    return [saved | next(filter(None, found), {}) for saved, *found in told]
 
 
 def is_dense(tensor: Tensor) -> bool:

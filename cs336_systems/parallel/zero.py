@@ -42,7 +42,7 @@ from torch.optim import Optimizer
 from cs336_systems.parallel.agreement import agreement
 from cs336_systems.parallel.readers import readers
 from cs336_systems.parallel.shares import assign
-from cs336_systems.parallel.state import bytes_of, gathered, is_dense
+from cs336_systems.parallel.state import bytes_of, gathered, is_dense, settings_of_owners
 
 
 class ShardedOptimizer(Optimizer):
@@ -334,8 +334,9 @@ class ShardedOptimizer(Optimizer):
         # not what a look at another one's state has left: an empty one
         mine = {i: state for i, state in local["state"].items() if i in owned or i not in numbered}
         whole = gathered(mine, numbered, self.process_group)
+        groups = settings_of_owners(local["param_groups"], owned, self.process_group)
         if self.rank == 0:
-            return {**local, "state": whole}
+            return {**local, "state": whole, "param_groups": groups}
         return {**local, "state": mine, "shard": [*owned]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -350,8 +351,7 @@ class ShardedOptimizer(Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         # where the two differ in length, torch's own check says so below
         mine = {i for i, p in zip(numbers, parameters, strict=False) if self.owner(p) == self.rank}
-        missing = mine - set(state_dict.get("shard", mine))
-        if missing:
+        if missing := mine - set(state_dict.get("shard", mine)):
             raise ValueError(
                 f"shard={state_dict['shard']}: this is the share of another rank or world size, without parameters "
                 f"{sorted(missing)}; allowed: what rank 0 or a plain optimizer returned"

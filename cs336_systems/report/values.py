@@ -26,6 +26,7 @@ class Number(float):
     """
 
     missing: str  # why there is no number; empty where there is one
+    __array_priority__ = -1.0  # more than numpy's numbers have: they leave operations to this class
 
     def __new__(cls, value: Any, missing: str = "") -> Number:
         number = super().__new__(cls, math.nan if missing else value)

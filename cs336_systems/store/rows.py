@@ -98,7 +98,9 @@ def _typed(field: str, value: Any, kind: type) -> Any:
     with suppress(ValueError, OverflowError):
         if isinstance(value, str):
             value = numbers.number(value) if kind is float else numbers.whole(value)
-        if kind is int and abs(int(value)) < 2**63:  # what a frame's column of numbers holds
+        if (
+            kind is int and int(value) == value and abs(value) < 2**63
+        ):  # what a frame's column of numbers holds
             return int(value)
         if kind is float and math.isfinite(float(value)):
             return float(_text(float(value)))  # to the digits that the file keeps
@@ -191,8 +193,12 @@ def environments(machine: str, root: Path | None = None) -> dict[str, dict[str, 
 
 # -------------------------------------------------------------------------------------------------- writing
 def _csv(experiment: Table, rows: Mapping[tuple[Any, ...], Mapping[str, Any]]) -> str:
-    header = columns(experiment)
-    table = [[_text(rows[key].get(column)) for column in header] for key in sorted(rows)]
+    header, fields = columns(experiment), len(case_fields(experiment))
+    # the case as its key has it: a whole number may have come as 1e7, or as True, which no column of them has
+    table = [
+        list(map(_text, (*key, *(rows[key].get(column) for column in header[fields:]))))
+        for key in sorted(rows)
+    ]
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows([header, *table])
     return out.getvalue()
