@@ -1478,6 +1478,21 @@ def test_a_model_that_has_changed_is_refused(alone):
         model.finish_gradient_synchronization()
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_gradients_of_gradients_are_refused(alone):
+    """The next pass is as if nothing had been."""
+    model, other = (FullyShardedDataParallel(build("plain", 3)) for _ in range(2))
+    ids = torch.arange(6).view(2, 3)
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        loss_of(model, ids).backward(create_graph=True)
+    for one in (model, other):
+        one.zero_grad()
+        backward(one, ids)
+        one.finish_gradient_synchronization()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
 def test_a_forward_pass_that_raises_leaves_shards(alone):
     model = FullyShardedDataParallel(Model(), units=None)
     before = dict(model.module.named_parameters())

@@ -77,8 +77,8 @@ class FullyShardedDataParallel(DuringBackward):
     Errors: those of `DataParallel` and `DuringBackward`; ValueError for dtypes that are not floating-point, for units
     that are not in the model, never called or inside one another, for an Embedding with max_norm, on several devices,
     without a weight to shard, or with hooks on one, or on the meta device without `device` or a way to initialize;
-    RuntimeError if parameters have been moved or converted after it was wrapped, or if other ranks have not called the
-    same units.
+    RuntimeError if parameters have been moved or converted after it was wrapped, if other ranks have not called the
+    same units, or for gradients of gradients.
     """
 
     def __init__(
@@ -184,6 +184,11 @@ class FullyShardedDataParallel(DuringBackward):
             flat.drop_dropped()
 
     def _reached(self, unit: Unit, _: Tensor) -> None:
+        if torch.is_grad_enabled():  # create_graph=True
+            raise RuntimeError(
+                "gradients of gradients (create_graph=True) need whole weights, which are freed after each pass; "
+                "expected backward passes without, or a wrapper that does not shard weights"
+            )
         self._begin_backward()
         self._schedule.reach(unit)
 
