@@ -80,8 +80,10 @@ def test_prepare_chooses_the_attention(workload):
 
 
 def test_compiled_steps_of_one_workload_keep_apart(workload, monkeypatch):
-    """By a compiler that only traces: what Inductor makes of a block has its test in test_unit_training.py."""
+    """Each has code of its own, so that many of them recompile nothing. By a compiler that only traces: what Inductor
+    makes of a block has its test in test_unit_training.py."""
     real = torch.compile
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)  # of one function
     monkeypatch.setattr(torch, "compile", lambda fn, mode=None, **kw: real(fn, backend="aot_eager", **kw))
     torch._dynamo.reset()
     eager = workload.step("forward_backward", attention="reference")
@@ -94,7 +96,7 @@ def test_compiled_steps_of_one_workload_keep_apart(workload, monkeypatch):
         step.prepare()
         step.run()
         results.append([p.grad.clone() for p in workload.model.parameters()])
-    with torch.compiler.set_stance("fail_on_recompile"):  # each has its own code: turns recompile nothing
+    with torch.compiler.set_stance("fail_on_recompile"):
         for step in reversed(variants):
             step.prepare()
             step.run()
