@@ -255,16 +255,3 @@ def test_tokens_without_documents_are_refused(tmp_path):
             ValueError, match=r"text\.documents='packed', and which token ends a document is not"
         ):
             made(tmp_path, text__source=source)
-
-
-def test_a_run_goes_on_as_it_began(tmp_path):
-    pipeline.train(made(tmp_path, generation__samples=0, text__train_mb=0.02, text__valid_mb=0.01), str)
-    more = {
-        "checkpoints__resume": "auto",
-        "schedule__steps": 6,
-        "text__train_mb": 0.02,
-        "text__valid_mb": 0.01,
-    }
-    with pytest.raises(ValueError, match=r"text\.documents='packed', now 'stream'"):
-        pipeline.train(made(tmp_path, text__documents="stream", **more), str)
-    assert pipeline.train(made(tmp_path, generation__samples=0, **more), str)["step"] == 6

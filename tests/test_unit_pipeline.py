@@ -312,7 +312,7 @@ MUST_NOT = {
     "text.seed": 1, "text.train_mb": 0.07, "text.source": "random", "tokenizer.vocab_size": 300, "batch.seed": 1,
     "batch.sequences": 8, "optimizer.learning_rate": 0.5, "optimizer.clip": 0.5, "optimizer.beta2": 0.9,
     "run.dtype": "bf16", "run.seed": 3, "model.context_length": 16, "schedule.kind": "constant", "schedule.warmup": 0.5,
-    "text.valid": "valid.txt", "text.field": "story", "tokenizer.dtype": "int64",
+    "text.valid": "valid.txt", "text.field": "story", "text.documents": "packed", "tokenizer.dtype": "int64",
     "tokenizer.separator": "<|endoftext|>",
 }  # fmt: skip
 NEVER = {"model.d_model": 32, "model.num_heads": 1, "model.num_layers": 3, "model.size": "mini",

@@ -4,11 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from waiting import running
+from waiting import running, wait_until
 
 from cs336_systems.store.process import TEAM_VARIABLE, ChildError, call
 
@@ -80,7 +79,7 @@ def test_out_of_time_is_ended(child, tmp_path):
     file = tmp_path / "pids"
     with pytest.raises(ChildError, match="longer than 5 s"):
         call(f"{child}:sleep", {"path": str(file)}, timeout_s=5)
-    assert ended(file)
+    assert_ended(file)
 
 
 # a profiler passes on neither standard input nor open files, and may start the program in another session
@@ -103,21 +102,14 @@ def test_a_child_and_its_children_end_with_the_caller(name, prefix, child, tmp_p
         stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
-        until(lambda: file.exists() or caller.poll() is not None)
+        wait_until(lambda: file.exists() or caller.poll() is not None, 60)
         caller.send_signal(getattr(signal, name))
         caller.communicate(timeout=60)
     finally:
         caller.kill()
-    assert ended(file)
+    assert_ended(file)
 
 
-def until(condition):
-    end = time.monotonic() + 60
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
-    return condition()
-
-
-def ended(file):
-    """Whether the processes that a file names end soon: at most zombies of theirs are left."""
-    return until(lambda: not any(map(running, map(int, file.read_text().split()))))
+def assert_ended(file):
+    """The processes that a file names end soon: at most zombies of theirs are left."""
+    wait_until(lambda: not any(map(running, map(int, file.read_text().split()))), 60)

@@ -186,19 +186,12 @@ def byte_level(path, special=(MARK,), more=0):
     return path
 
 
-def test_a_given_tokenizer_is_used_whole(prepare, rng, tmp_path):
-    told = [prose(rng, 100) for _ in range(10)]
-    given = byte_level(tmp_path / "given.json")
-    _, info = prepare(told, path=str(given), vocab_size=999)
-    assert info.tokenizer.read_bytes() == given.read_bytes()
-    assert (info.vocab_size, info.end_of_text) == (257, 256)
-    assert sorted(documents_of(info, info.train) + documents_of(info, info.valid)) == sorted(told)
-
-
 @pytest.mark.parametrize("more, dtype", [(2**16 - 257, "<u2"), (2**16 - 256, "<u4")])
 def test_ids_are_as_wide_as_the_vocabulary(prepare, rng, tmp_path, more, dtype):
     told = [prose(rng, 20) for _ in range(4)]
-    _, info = prepare(told, path=str(byte_level(tmp_path / "given.json", more=more)))
+    given = byte_level(tmp_path / "given.json", more=more)
+    _, info = prepare(told, path=str(given), vocab_size=999)
+    assert info.tokenizer.read_bytes() == given.read_bytes()
     assert info.train.dtype == np.dtype(dtype) and info.end_of_text == info.vocab_size - 1 == 256 + more
     assert sorted(documents_of(info, info.train) + documents_of(info, info.valid)) == sorted(told)
 
