@@ -149,14 +149,6 @@ def test_weights_begun_from_are_not_needed_again(tmp_path):
     assert pipeline.train(made(tmp_path / "b", **told, schedule__steps=8), lambda line: None)["step"] == 8
 
 
-def test_a_text_of_ones_own_and_random_tokens(tmp_path):
-    (tmp_path / "book.txt").write_text("The cat sat on the mat. " * 3000, encoding="utf-8")
-    own = pipeline.train(made(tmp_path / "own", text__source=str(tmp_path / "book.txt")), lambda line: None)
-    assert own["floor"] is None and own["valid_loss"] < 6
-    drawn = pipeline.train(made(tmp_path / "random", text__source="random"), lambda line: None)
-    assert drawn["floor"] == pytest.approx(5.99, abs=0.01) and "samples" not in drawn
-
-
 def test_a_tokenizer_of_few_letters(tmp_path):
     letters = {"<|endoftext|>": 0, "a": 1, "b": 2, "c": 3, " ": 4}
     Tokenizer(models.BPE(letters, [])).save(str(tmp_path / "letters.json"))

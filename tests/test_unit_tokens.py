@@ -5,10 +5,6 @@ import json
 import math
 import os
 import secrets
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +18,6 @@ from cs336_systems.training import documents, outputs, pipeline, text, tokens
 from cs336_systems.training.config import Generation, load
 
 MARK = documents.END_OF_TEXT
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(tokens.__file__).resolve().parents[2])}
 
 
 def settings(**keys):
@@ -456,37 +451,3 @@ def test_a_tokenizer_that_lacks_a_word_is_told_in_a_line(tmp_path, prepare, mode
         prepare(["the dog"] * 20, path=str(tmp_path / "made.json"))
     with pytest.raises(ValueError, match=r"the tokenizer fails at the text: .*UNK"):
         next(pipeline.spoken(None, made, 0, ["the", "the dog"], Generation()))
-
-
-# --------------------------------------------------------------------------------------------------------- interruption
-SCRIPT = """
-import sys, time
-from pathlib import Path
-from cs336_systems.training import config, documents, text, tokens
-if __name__ == "__main__":
-    source, out = sys.argv[1:]
-    tokens.tqdm.update = lambda self, n: time.sleep(60)  # in the middle, until it is interrupted
-    documents._BLOCK = 2000
-    keys = {"text.source": source, "text.train_mb": 0, "tokenizer.vocab_size": 300}
-    chosen = config.load(None, keys)
-    tokens.prepare(chosen.tokenizer, text.prepare(chosen.text, Path(out) / "text"), Path(out) / "tokens")
-"""
-
-
-@pytest.mark.skipif(os.name != "posix", reason="signals")
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=lambda how: how.name)
-def test_an_interrupted_stage_leaves_no_tokens(tmp_path, rng, how):
-    source, script, out = tmp_path / "source.txt", tmp_path / "script.py", tmp_path / "out" / "tokens"
-    source.write_text(f"\n{MARK}\n".join(prose(rng, 2000) for _ in range(500)))
-    script.write_text(SCRIPT)
-    process = subprocess.Popen(
-        [sys.executable, str(script), str(source), str(out.parent)], env=ENVIRONMENT, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    while process.poll() is None and not (out / ".making" / "train.bin").exists():
-        time.sleep(0.02)
-    process.send_signal(how)
-    _, errors = process.communicate(timeout=60)  # returns when its children are gone too: they have its pipes
-    assert process.returncode != 0 and not (out / "tokens.json").exists(), errors
-    if how == signal.SIGINT:
-        assert "KeyboardInterrupt" in errors and list(out.iterdir()) == []
