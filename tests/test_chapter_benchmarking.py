@@ -298,15 +298,6 @@ def test_sweep_of_lists(results_root, tmp_path):
     assert "all 1 groups are measured" in again.output
 
 
-@without_gpu
-def test_a_case_too_large_is_a_row_and_the_next_runs(monkeypatch):
-    monkeypatch.setattr(machine, "free_memory_bytes", lambda device: 8 * 2**30)
-    result = bench("--size", "2.7B", "tiny", "--context-length", "16", "--mode", "train_step", "--steps", "2")
-    assert result.exit_code == 0, result.output
-    assert "it will not fit" in result.output and "skipped: needs about" in result.output
-    assert "2 of 2 groups" in result.output
-
-
 def test_options_reach_the_measurement(monkeypatch, measured_by, tmp_path):
     asked = {}
     # for the command line, which refuses a snapshot without a GPU
