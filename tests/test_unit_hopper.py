@@ -666,18 +666,9 @@ def test_gradients_of_a_group_are_summed(d, padded_d, group):
     dk = torch.full((batch, n, heads, d), float("nan"), dtype=torch.float16, device=device).transpose(1, 2)
     dv = torch.full((batch, heads, n, d), float("nan"), dtype=torch.float16, device=device)
     backward_ends.sum_kernel[(2 * batch * heads, 2)](
-        *made,
-        dk,
-        dv,
-        *dk.stride()[:3],
-        *dv.stride()[:3],
-        heads,
-        n,
-        HEAD_DIM=d,
-        D=padded_d,
-        ROWS=64,
-        HEADS_PER_KV=group,
-    )
+        *made, dk, dv, *dk.stride()[:3], *dv.stride()[:3], heads, n,
+        HEAD_DIM=d, D=padded_d, ROWS=64, HEADS_PER_KV=group,
+    )  # fmt: skip
     for found, x in zip((dk, dv), made, strict=True):
         assert torch.equal(found, x.float().view(batch, heads, group, n, d).sum(2).half())
 

@@ -71,27 +71,9 @@ def test_documents_begin_with_windows_and_with_ends_of_text():
     text = np.array([5, 6, END, 7, 8, END, END, 9, 5, END, 6, 7, 8], np.uint16)
     found = Batches(text, 4, 3, 0, begin=END).windows_at(range(3))
     ids, targets, cu_seqlens = found
-    assert ids.tolist() == [[5, 6, END, 7], [8, END, END, 9], [5, END, 6, 7]] and targets[0].tolist() == [
-        6,
-        END,
-        7,
-        8,
-    ]
-    assert cu_seqlens.dtype == np.int32 and cu_seqlens.tolist() == [
-        0,
-        2,
-        4,
-        5,
-        6,
-        8,
-        9,
-        12,
-        12,
-        12,
-        12,
-        12,
-        12,
-    ]
+    assert ids.tolist() == [[5, 6, END, 7], [8, END, END, 9], [5, END, 6, 7]]
+    assert targets[0].tolist() == [6, END, 7, 8]
+    assert cu_seqlens.dtype == np.int32 and cu_seqlens.tolist() == [0, 2, 4, 5, 6, 8, 9, *6 * [12]]
     assert len(Batches(text, 4, 3, 0).windows_at(range(3))) == 2  # a stream
 
 
