@@ -264,6 +264,11 @@ def test_frames_and_figures_without_a_number(made_up, results_root):
     for given, labels in ((nothing, 0), (few, 5), (made_up, 5)):
         figure = page.time_figure(given)
         assert len(figure.axes[0].get_legend_handles_labels()[1]) == labels
+    two = made_up[(made_up["machine"] == "h200-x2") & (made_up["world_size"] == 2)]
+    both = pd.concat([made_up, two.assign(machine="h100-x2")])
+    labels = page.time_figure(both).axes[0].get_legend_handles_labels()[1]
+    twice = [f"{name}, 2 ({machine})" for name in ("Gloo", "NCCL") for machine in ("h100-x2", "h200-x2")]
+    assert sorted(labels) == sorted(["Gloo, 4", "Gloo, 6", "NCCL, 4", *twice])
     assert (
         math.isnan(page.link_gb_per_s(made_up.assign(machine="cpu"))) and page.link_gb_per_s(made_up) == 450
     )

@@ -61,12 +61,6 @@ def test_every_mode_fills_its_own_columns():
         assert found["matmul_precision"] == ("highest" if c.dtype == "fp32" else "high")
 
 
-def test_precision_is_left_as_it_was():
-    before = torch.get_float32_matmul_precision()
-    list(steps.run_group([case(dtype="bf16")]))
-    assert torch.get_float32_matmul_precision() == before
-
-
 @without_gpu
 def test_what_a_cpu_cannot_run_says_what_it_needs(monkeypatch):
     monkeypatch.setattr(machine, "free_memory_bytes", lambda device: 8 * 2**30)
@@ -302,35 +296,6 @@ def test_sweep_of_lists(results_root, tmp_path):
         "--size", "tiny", "--context-length", "16", "--mode", "forward", "--steps", "2", "--batch", "2"
     )
     assert "all 1 groups are measured" in again.output
-
-
-@without_gpu
-def test_a_case_too_large_is_a_row_and_the_next_runs(monkeypatch):
-    monkeypatch.setattr(machine, "free_memory_bytes", lambda device: 8 * 2**30)
-    result = bench("--size", "2.7B", "tiny", "--context-length", "16", "--mode", "train_step", "--steps", "2")
-    assert result.exit_code == 0, result.output
-    assert "it will not fit" in result.output and "skipped: needs about" in result.output
-    assert "2 of 2 groups" in result.output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--size", "huge"], "unknown size 'huge'; allowed: tiny, small"),
-        (["--size", "tiny", "huge"], "unknown size 'huge'"),
-        (["--dtype", "fp8"], "unknown dtype 'fp8'; allowed: fp32, tf32, bf16"),
-        (["--context-length", "0"], "context_length=0; allowed: all, whole numbers from 1 to"),
-        (["--context-length", "12x"], "context_length=12x; allowed: all, whole numbers"),
-        (["--mode", "backwards"], "unknown mode 'backwards'; allowed: forward, forward_backward, train_step"),
-        (["--attention", "flash3"], "unknown attention 'flash3'; allowed: auto, flash_triton"),
-        (["--compile-mode", "fast"], "unknown compile 'fast'; allowed: off, default, reduce-overhead"),
-        (["--batch", "-1"], "batch=-1; allowed: all, whole numbers from 1 to"),
-        (["--warmup", "-1"], "warmup=-1; allowed: all, whole numbers from 0 to"),
-    ],
-)
-def test_wrong_values_are_named(arguments, words):
-    result = bench(*arguments)
-    assert result.exit_code == 2 and words in result.output
 
 
 def test_options_reach_the_measurement(monkeypatch, measured_by, tmp_path):

@@ -66,29 +66,6 @@ def test_what_a_cpu_skips_says_what_it_needs():
         assert set(metrics) == {"status"} and metrics["status"].startswith("skipped: needs a CUDA device")
 
 
-def test_out_of_memory_leaves_the_others_of_the_group(monkeypatch):
-    prepare = hardware._matmul
-
-    def full(case, device, metrics):
-        if case.dtype == "bf16":
-            raise MemoryError
-        return prepare(case, device, metrics)
-
-    monkeypatch.setitem(hardware._PREPARE, "matmul", full)
-    first, second = hardware.run_group([hardware.Case("matmul", dtype, 32, 0) for dtype in ("bf16", "fp32")])
-    assert first == {"status": "oom"} and second["tflops"] > 0 and "status" not in second
-
-
-def test_precision_is_left_as_it_was():
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("high")
-        list(hardware.run_group([hardware.Case("matmul", "fp32", 32, 0)]))
-        assert torch.get_float32_matmul_precision() == "high"
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu():

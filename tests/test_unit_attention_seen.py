@@ -154,9 +154,10 @@ def test_ends_that_make_no_sense_reach_no_other_memory(values):
 def test_operators_pass_opcheck():
     import cs336_systems.attention.flash_triton  # noqa: F401
 
-    q, k, v = inputs(4, 2, 33, 33, 16, requires_grad=False)
+    alike, other = (inputs(4, 2, 33, n, 16, requires_grad=False) for n in (33, 21))
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in other]
     tests = ("test_schema", "test_faketensor")
-    for how in ((True, 5), (True, None, packed((3, 33)))):
+    for how, (q, k, v) in (((True, 5), alike), ((True, None, packed((3, 33))), alike), ((True,), strided)):
         o, logsumexp = torch.ops.cs336.flash_forward(q, k, v, *how)
         torch.library.opcheck(torch.ops.cs336.flash_forward, (q, k, v, *how), test_utils=tests)
         torch.library.opcheck(
@@ -165,13 +166,15 @@ def test_operators_pass_opcheck():
 
 
 @kernels
-def test_flops_of_a_window_are_counted():
+@pytest.mark.parametrize("of_keys", [2, 1])
+def test_flops_are_counted(of_keys):
+    """Seven products, of two heads of queries; with a window of the keys that a query sees."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    q, k, v = inputs(2, 2, 48, 48, 16)
-    for seen, keys in (({"window": 5}, 5), ({"window": 48 * MANY}, 48 * MANY), ({}, 48 * MANY)):
+    q, k, v = inputs(2, of_keys, 48, 64, 16)
+    for seen, keys in (({"window": 20}, 20), ({"window": 64 * MANY}, 64 * MANY), ({}, 64 * MANY)):
         with FlopCounterMode(display=False) as counter:
-            attention(q, k, v, True, "flash_triton", **seen).sum().backward()
+            attention(q, k, v, True, "flash_triton", enable_gqa=True, **seen).sum().backward()
         assert counter.get_total_flops() == 7 * 2 * 2 * 48 * MANY * keys * 16
 
 

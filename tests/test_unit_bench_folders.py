@@ -67,13 +67,8 @@ def test_a_matrix_of_a_shape_of_ones_own_as_json(made_up, tmp_path):
     assert {row["size"] for row in rows} == {"96x192x3x6x777"} and len(rows) == len(made_up) == 2
     config = trials.configuration(made_up[0], "unused")
     sizes = config.model.sizes(config.tokenizer.vocab_size)
-    assert (sizes.d_model, sizes.d_ff, sizes.num_layers, sizes.num_heads, sizes.vocab_size) == (
-        96,
-        192,
-        3,
-        6,
-        777,
-    )
+    found = (sizes.d_model, sizes.d_ff, sizes.num_layers, sizes.num_heads, sizes.vocab_size)
+    assert found == (96, 192, 3, 6, 777)
     assert trials.model("96x192x3x6x777") == dataclasses.replace(sizes, context_length=512)
     for name in ("tiny", "small"):  # names mean what they meant
         named = trials.configuration(
@@ -100,20 +95,8 @@ def test_json_on_stdout_is_alone_there(measured_by, tmp_path):
 def test_naive_attention_is_a_command_with_json(measured_by):
     seen = []
     measured_by(attention.TABLE, lambda cases: (seen.extend(cases), [{"peak_gib": 1.0} for _ in cases])[1])
-    done = call(
-        "attention",
-        "--impl",
-        "reference",
-        "--seq-len",
-        256,
-        1024,
-        "--dtype",
-        "fp32",
-        "--preset",
-        "full",
-        "--json",
-        "-",
-    )
+    words = "attention --impl reference --seq-len 256 1024 --dtype fp32 --preset full --json -"
+    done = call(*words.split())
     rows = json.loads(done.stdout)
     assert {(row["seq_len"], row["head_dim"]) for row in rows} == {
         (n, d) for n in (256, 1024) for d in (16, 32, 64, 128)
@@ -122,18 +105,8 @@ def test_naive_attention_is_a_command_with_json(measured_by):
 
 
 def test_a_sweep_is_a_folder(made_up, tmp_path):
-    call(
-        "sweep",
-        "--tiers",
-        "48:24,96:48",
-        "32:8",
-        "--attention",
-        "reference",
-        "sdpa",
-        "--no-save",
-        "--out",
-        tmp_path / "s",
-    )
+    words = "sweep --tiers 48:24,96:48 32:8 --attention reference sdpa --no-save --out"
+    call(*words.split(), tmp_path / "s")
     assert {path.name for path in (tmp_path / "s").iterdir()} == {
         "sweep.csv", "bars.png", "heatmap.png", "scaling.png", "report.md",
     }  # fmt: skip

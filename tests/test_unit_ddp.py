@@ -724,10 +724,9 @@ def test_a_gradient_that_is_none_is_one_that_is_missing(wrapper, alone):
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
-@pytest.mark.parametrize("wrapper", KINDS)
-def test_a_wrapper_is_not_copied(wrapper, duplicate, alone):
+def test_a_wrapper_is_not_copied(duplicate, alone):
     with pytest.raises(TypeError, match=r"neither copied nor pickled.*state_dict"):
-        duplicate(WRAPPERS[wrapper](nn.Linear(2, 2)))
+        duplicate(NaiveDDP(nn.Linear(2, 2)))
 
 
 @pytest.mark.parametrize("wrapper", KINDS)

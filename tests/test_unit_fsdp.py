@@ -968,28 +968,6 @@ def look_at_whole_parameters(seed):
 
 
 # ------------------------------------------------------------------------------------------- peers, compilers
-def train_beside_fsdp2(seed):
-    """torch's own, and a single process, for some steps: the same weights."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    ours, theirs, alone = (build("plain", seed) for _ in range(3))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in theirs.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(theirs, mesh=mesh)
-    model = sharded(ours, "block")
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, theirs, alone)]
-    for ids in data(5, 2, seed):
-        step_of(model, optimizers[0], share(ids))
-        step_of(theirs, optimizers[1], share(ids))
-        step_of(alone, optimizers[2], ids)
-    with model.full_parameters():
-        for p, q, r in zip(ours.parameters(), theirs.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(p, q.full_tensor(), rtol=1e-8, atol=1e-10)
-            torch.testing.assert_close(p, r, rtol=1e-8, atol=1e-10)
-
-
 def exchange_checkpoints_with_fsdp2(seed, folder):
     """A run of torch's own goes on as one of ours, optimizer and all; and torch's model reads what ours has saved."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -1027,35 +1005,31 @@ def test_checkpoints_are_exchanged_with_fsdp2(tmp_path):
 def train_compiled(seed):
     """Blocks are compiled whole, in place before or after, or replaced; gathers stay outside of their graphs."""
     compiled = {"backend": "aot_eager", "fullgraph": True}
-    for where in ("in place, before", "replaced", "in place, after"):
+
+    def before(module):
+        for layer in module.layers:
+            layer.compile(**compiled)
+        return sharded(module, "block")
+
+    def replaced(module):
+        for i, layer in enumerate(module.layers):
+            module.layers[i] = torch.compile(layer, **compiled)
+        return sharded(module, "block")
+
+    def after(module):
+        model = sharded(module, "block")
+        for layer in module.layers:
+            layer.compile(**compiled)
+        return model
+
+    for wrap in (before, replaced, after):
         torch.compiler.reset()
         torch.manual_seed(seed)
-        module = Model(num_blocks=2).double()
-        reference = copy.deepcopy(module)
-        if where == "in place, before":
-            for layer in module.layers:
-                layer.compile(**compiled)
-        if where == "replaced":
-            for i, layer in enumerate(module.layers):
-                module.layers[i] = torch.compile(layer, **compiled)
-        model = sharded(module, "block")
-        if where == "in place, after":
-            for layer in module.layers:
-                layer.compile(**compiled)
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, reference)]
-        with about(where):
-            for ids in data(2, 2, seed):
-                for optimizer in optimizers:
-                    optimizer.zero_grad()
-                backward(model, share(ids))
-                model.finish_gradient_synchronization()
-                loss_backward(reference, ids)
-                assert_like(model, reference)
-                for optimizer in optimizers:
-                    optimizer.step()
+        with about(wrap.__name__):
+            train_beside(seed, Model(num_blocks=2).double(), wrap, data(2, 2, seed))
     torch.compiler.reset()
     with pytest.raises(RuntimeError, match="compile the units of a sharded model, not what holds them"):
-        torch.compile(sharded(build("plain", seed), "block"), backend="aot_eager")(ids)
+        torch.compile(sharded(build("plain", seed), "block"), backend="aot_eager")(data(1, 2, seed)[0])
 
 
 def compile_blocks_once(seed):
@@ -1266,7 +1240,7 @@ CHECKS = {  # by the number of ranks
         losses_of_weights_used_again, no_loss_beside_what_is_computed_again_first,
         both_first_then_backward, second_losses_of_different_parts, recompute, gather_ahead, arrive_meanwhile,
         hold_few_bytes, skip_steps_together,
-        look_at_whole_parameters, train_beside_fsdp2, train_compiled, compile_blocks_once, train_by_the_adapters,
+        look_at_whole_parameters, train_compiled, compile_blocks_once, train_by_the_adapters,
         start_afresh_after_failures, second_backward_pass_is_refused, forget_to_finish, refuse_what_differs,
         gather_once_for_late_outputs, free_frozen_weights, begin_by_modules,
         hold_few_bytes_from_the_beginning, a_weight_read_by_its_block,
@@ -1581,20 +1555,6 @@ def test_frozen_later_means_no_gradient(alone):
     model.finish_gradient_synchronization()
     missing = [name for name, p in model.module.named_parameters() if p.grad is None]
     assert missing == ["layers.1.up.weight"]
-
-
-def test_a_loss_may_depend_on_the_shards_themselves(alone):
-    """As a penalty on all parameters does."""
-    model = FullyShardedDataParallel(Model().double(), units=None)
-    ids = torch.tensor([[1, 2]])
-    backward(model, ids)
-    model.finish_gradient_synchronization()
-    without = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    (loss_of(model, ids) + sum(p.square().sum() for p in model.parameters())).backward()
-    model.finish_gradient_synchronization()
-    for p, grad in zip(model.parameters(), without, strict=True):
-        torch.testing.assert_close(p.grad, grad + 2 * p)
 
 
 def fall(rank, how):

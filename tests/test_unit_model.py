@@ -183,22 +183,6 @@ def test_autocast_keeps_weights_gradients_and_residual_stream_in_fp32():
     assert 0 < (logits.float() - exact).norm() < 0.05 * exact.norm()
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
-def test_compiles_into_one_graph(autocast):
-    torch._dynamo.reset()
-    model, ids = build(CONFIG, "reference"), draw_ids()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
-    results = []
-    for run in (model, compiled):
-        model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            logits = run(ids)
-        F.cross_entropy(logits.float().flatten(0, 1), ids.flatten()).backward()
-        results.append([logits, *(p.grad.clone() for p in model.parameters())])
-    for eager, other in zip(*results, strict=True):
-        torch.testing.assert_close(other, eager, rtol=1e-4, atol=1e-6)
-
-
 # ------------------------------------------------------------------------------------------- names and weights
 @pytest.mark.parametrize(("config", "d_kv"), [(CONFIG, 48), (GROUPED, 16)])
 def test_parameters_have_the_staff_names_and_shapes(config, d_kv):

@@ -10,20 +10,8 @@ from cs336_systems.training.config import load
 
 WHOLE = ["", "x", "1_0", "１２", "١", "1.0", "1e3", "0x10", "--1", "1 0", "inf", "9" * 5000]
 NUMBER = [
-    "",
-    ".",
-    "x",
-    "1_0.5",
-    "１.5",
-    "1e",
-    "0x1p3",
-    "nan",
-    "inf",
-    "-Infinity",
-    "1e400",
-    "1e-400",
-    "-0.01e-399",
-]
+    "", ".", "x", "1_0.5", "１.5", "1e", "0x1p3", "nan", "inf", "-Infinity", "1e400", "1e-400", "-0.01e-399",
+]  # fmt: skip
 
 
 def _sweep(text):
@@ -48,14 +36,8 @@ def test_whole_numbers(read):
      lambda text: load(None, {"schedule.minutes": text}).schedule.minutes],
 )  # fmt: skip
 def test_numbers(read):
-    assert [read(text) for text in ("7", " 0.5 ", "1.", ".25", "1E-3", "+2e+1")] == [
-        7,
-        0.5,
-        1,
-        0.25,
-        1e-3,
-        20,
-    ]
+    told = ("7", " 0.5 ", "1.", ".25", "1E-3", "+2e+1")
+    assert [read(text) for text in told] == [7, 0.5, 1, 0.25, 1e-3, 20]
     for text in NUMBER:
         with pytest.raises(ValueError, match=r"allowed|must be"):
             read(text)

@@ -71,27 +71,9 @@ def test_documents_begin_with_windows_and_with_ends_of_text():
     text = np.array([5, 6, END, 7, 8, END, END, 9, 5, END, 6, 7, 8], np.uint16)
     found = Batches(text, 4, 3, 0, begin=END).windows_at(range(3))
     ids, targets, cu_seqlens = found
-    assert ids.tolist() == [[5, 6, END, 7], [8, END, END, 9], [5, END, 6, 7]] and targets[0].tolist() == [
-        6,
-        END,
-        7,
-        8,
-    ]
-    assert cu_seqlens.dtype == np.int32 and cu_seqlens.tolist() == [
-        0,
-        2,
-        4,
-        5,
-        6,
-        8,
-        9,
-        12,
-        12,
-        12,
-        12,
-        12,
-        12,
-    ]
+    assert ids.tolist() == [[5, 6, END, 7], [8, END, END, 9], [5, END, 6, 7]]
+    assert targets[0].tolist() == [6, END, 7, 8]
+    assert cu_seqlens.dtype == np.int32 and cu_seqlens.tolist() == [0, 2, 4, 5, 6, 8, 9, *6 * [12]]
     assert len(Batches(text, 4, 3, 0).windows_at(range(3))) == 2  # a stream
 
 
@@ -255,16 +237,3 @@ def test_tokens_without_documents_are_refused(tmp_path):
             ValueError, match=r"text\.documents='packed', and which token ends a document is not"
         ):
             made(tmp_path, text__source=source)
-
-
-def test_a_run_goes_on_as_it_began(tmp_path):
-    pipeline.train(made(tmp_path, generation__samples=0, text__train_mb=0.02, text__valid_mb=0.01), str)
-    more = {
-        "checkpoints__resume": "auto",
-        "schedule__steps": 6,
-        "text__train_mb": 0.02,
-        "text__valid_mb": 0.01,
-    }
-    with pytest.raises(ValueError, match=r"text\.documents='packed', now 'stream'"):
-        pipeline.train(made(tmp_path, text__documents="stream", **more), str)
-    assert pipeline.train(made(tmp_path, generation__samples=0, **more), str)["step"] == 6

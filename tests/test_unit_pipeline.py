@@ -149,14 +149,6 @@ def test_weights_begun_from_are_not_needed_again(tmp_path):
     assert pipeline.train(made(tmp_path / "b", **told, schedule__steps=8), lambda line: None)["step"] == 8
 
 
-def test_a_text_of_ones_own_and_random_tokens(tmp_path):
-    (tmp_path / "book.txt").write_text("The cat sat on the mat. " * 3000, encoding="utf-8")
-    own = pipeline.train(made(tmp_path / "own", text__source=str(tmp_path / "book.txt")), lambda line: None)
-    assert own["floor"] is None and own["valid_loss"] < 6
-    drawn = pipeline.train(made(tmp_path / "random", text__source="random"), lambda line: None)
-    assert drawn["floor"] == pytest.approx(5.99, abs=0.01) and "samples" not in drawn
-
-
 def test_a_tokenizer_of_few_letters(tmp_path):
     letters = {"<|endoftext|>": 0, "a": 1, "b": 2, "c": 3, " ": 4}
     Tokenizer(models.BPE(letters, [])).save(str(tmp_path / "letters.json"))
@@ -312,7 +304,7 @@ MUST_NOT = {
     "text.seed": 1, "text.train_mb": 0.07, "text.source": "random", "tokenizer.vocab_size": 300, "batch.seed": 1,
     "batch.sequences": 8, "optimizer.learning_rate": 0.5, "optimizer.clip": 0.5, "optimizer.beta2": 0.9,
     "run.dtype": "bf16", "run.seed": 3, "model.context_length": 16, "schedule.kind": "constant", "schedule.warmup": 0.5,
-    "text.valid": "valid.txt", "text.field": "story", "tokenizer.dtype": "int64",
+    "text.valid": "valid.txt", "text.field": "story", "text.documents": "packed", "tokenizer.dtype": "int64",
     "tokenizer.separator": "<|endoftext|>",
 }  # fmt: skip
 NEVER = {"model.d_model": 32, "model.num_heads": 1, "model.num_layers": 3, "model.size": "mini",

@@ -4,11 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from waiting import running
+from waiting import running, wait_until
 
 from cs336_systems.store.process import TEAM_VARIABLE, ChildError, call
 
@@ -76,11 +75,19 @@ def test_nobody_waits_for_a_thread_that_the_function_has_left(child):
     assert call(f"{child}:leave_a_thread", {}, timeout_s=60) == "done"
 
 
-def test_out_of_time_is_ended(child, tmp_path):
-    file = tmp_path / "pids"
+def test_out_of_time_is_ended(child, tmp_path, monkeypatch):
+    """Its time is over when it is asleep, however long it took until then."""
+    file, wait = tmp_path / "pids", subprocess.Popen.wait
+
+    def asleep(process, timeout=None):
+        if timeout:
+            wait_until(file.exists, 60)
+        return wait(process, timeout and 0)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", asleep)
     with pytest.raises(ChildError, match="longer than 5 s"):
         call(f"{child}:sleep", {"path": str(file)}, timeout_s=5)
-    assert ended(file)
+    assert_ended(file)
 
 
 # a profiler passes on neither standard input nor open files, and may start the program in another session
@@ -103,21 +110,14 @@ def test_a_child_and_its_children_end_with_the_caller(name, prefix, child, tmp_p
         stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
-        until(lambda: file.exists() or caller.poll() is not None)
+        wait_until(lambda: file.exists() or caller.poll() is not None, 60)
         caller.send_signal(getattr(signal, name))
         caller.communicate(timeout=60)
     finally:
         caller.kill()
-    assert ended(file)
+    assert_ended(file)
 
 
-def until(condition):
-    end = time.monotonic() + 60
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
-    return condition()
-
-
-def ended(file):
-    """Whether the processes that a file names end soon: at most zombies of theirs are left."""
-    return until(lambda: not any(map(running, map(int, file.read_text().split()))))
+def assert_ended(file):
+    """The processes that a file names end soon: at most zombies of theirs are left."""
+    wait_until(lambda: not any(map(running, map(int, file.read_text().split()))), 60)

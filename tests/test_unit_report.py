@@ -229,6 +229,27 @@ def test_tables_have_both_renderings():
     assert "longtable" not in tables.to_markdown(long, "Steps.", "tab-x", wrap=True)
 
 
+@pytest.mark.parametrize(
+    ("machines", "of", "left", "said"),
+    [
+        ("cpu-9", "cpu-9", ["d"], "Times."), ("cpu-9,cpu-7", "cpu-7", ["d"], "Times. Machine: `cpu-7`."),
+        ("cpu-9,cpu-7", ["cpu-9", "cpu-7"], ["machine", "d"], "Times."),
+    ],
+)  # fmt: skip
+def test_a_table_of_one_machine_says_its_name_where_there_are_several(
+    results_root, monkeypatch, machines, of, left, said
+):
+    for machine in ("cpu-9", "cpu-7"):
+        write_rows(results_root, machine)
+    shown = []
+    monkeypatch.setattr(
+        "cs336_systems.report.chapter.show", lambda frame, **told: shown.append((frame, told))
+    )
+    chapter(machine=machines).show(pd.DataFrame({"machine": of, "d": [1, 2]}), "Times.", "tab-x")
+    [(frame, told)] = shown
+    assert list(frame) == left and told == {"caption": said, "name": "tab-x"}
+
+
 # --------------------------------------------------------------------------------- figures and pages
 def test_roofs_of_a_machine(results_root):
     write_rows(results_root)

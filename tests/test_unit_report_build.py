@@ -292,28 +292,11 @@ def test_what_the_gpu_tests_said(results_root):
         "code": digest(experiment),
     }  # fmt: skip
     first = {"file": "test_a.py", "triton": "3.6.0", "passed": 80, "failed": 0, "skipped": 2, "seconds": 9.0}
-    second = {
-        "file": "test_b.py",
-        "triton": "3.6.0",
-        "passed": 4,
-        "failed": 1,
-        "skipped": 0,
-        "seconds": 1.0,
-        "code": "00000000",
-    }
+    second = first | {"file": "test_b.py", "passed": 4, "failed": 1, "skipped": 0, "code": "00000000"}
     store.write(experiment, "x", [now | first, now | second], results_root)
     (found,) = headline.gpu_tests("x").to_dict("records")
-    expected = {
-        "machine": "x",
-        "triton": "3.6.0",
-        "passed": 84,
-        "failed": 1,
-        "skipped": 2,
-        "day": "2025-03-04",
-        "files": 2,
-        "earlier": 1,
-    }
-    assert found == expected
+    counts = {"passed": 84, "failed": 1, "skipped": 2, "files": 2, "earlier": 1}
+    assert found == {"machine": "x", "triton": "3.6.0", "day": "2025-03-04"} | counts
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 8])

@@ -621,17 +621,6 @@ def test_merge_takes_rows_from_before_a_number_was_measured(fake, root, tmp_path
     assert pd.isna(read("ms_p50")).all()
 
 
-def test_codes_are_of_the_sources_at_the_start(fake, root):
-    before = provenance.digest(fake)
-
-    def edits(cases):
-        fake.source.write_text(FAKE.replace("size / 3", "size / 4"))
-        return [{"ms_p50": 1.0} for _ in cases]
-
-    measure(dataclasses.replace(fake, run_group=edits), root)
-    assert set(rows.read(fake, "cpu-test", root)["code"]) == {before} != {provenance.digest(fake)}
-
-
 @pytest.mark.parametrize(("name", "end"), [("cpu-x1", "measure"), ("h100-x1", "measure, about 6 s")])
 def test_a_group_is_told_before_it_takes_its_time(fake, root, monkeypatch, name, end):
     """And a machine without a GPU promises none: what experiments estimate is that of GPUs."""

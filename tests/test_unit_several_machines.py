@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 import step_rows
 import training_rows
+from matplotlib.text import Text
 from test_unit_report_build import write_headline
 
 from cs336_systems import chapters
@@ -49,7 +50,8 @@ FIGURES = {
 
 
 def drawn(figure):
-    """What a figure's panels hold: lines, bars, texts."""
+    """What a figure's panels hold: lines, bars, texts, and the words around them."""
+    figure.draw_without_rendering()
     plt.close(figure)
     return [
         (
@@ -59,7 +61,7 @@ def drawn(figure):
                 for patch in ax.patches
                 if hasattr(patch, "get_bbox")
             ],
-            [text.get_text() for text in ax.texts],
+            [text.get_text() for text in ax.findobj(Text)],
         )
         for ax in figure.axes
     ]

@@ -2,13 +2,11 @@
 
 import codecs
 import hashlib
-import http.server
+import inspect
 import itertools
 import json
 import os
-import subprocess
 import sys
-import threading
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -402,138 +400,54 @@ def test_a_cache_holds_several_texts(tmp_path, source, stories):
 
 
 # -------------------------------------------------------------------------------------------------- the hub, a stand-in
-class Hub:
-    """A loopback server that answers as the hub does, and breaks off, or sends other bytes, when told to."""
-
-    def __init__(self, files):
-        self.files, self.ranges, self.breaks = files, [], 0
-        hub = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def log_message(self, *args):
-                pass
-
-            def do_GET(self):
-                repository, _, name = self.path.partition("/resolve/main/")
-                content = hub.files.get(name)
-                if repository != f"/datasets/{text.REPOSITORY}" or content is None:
-                    self.send_response(404)
-                    self.send_header("X-Error-Code", "EntryNotFound")
-                    self.end_headers()
-                    return
-                asked = self.headers.get("Range")
-                start = int(asked.removeprefix("bytes=").split("-")[0]) if asked else 0
-                self.send_response(206 if asked else 200)
-                digest = f'"{hashlib.sha256(content).hexdigest()}"'
-                for header in ("ETag", "X-Linked-ETag"):
-                    self.send_header(header, digest)
-                self.send_header("X-Linked-Size", str(len(content)))
-                self.send_header("X-Repo-Commit", "0" * 40)
-                self.send_header("Accept-Ranges", "bytes")
-                if asked:
-                    self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
-                self.send_header("Content-Length", str(len(content) - start))
-                self.end_headers()
-                if self.command == "HEAD":
-                    return
-                hub.ranges.append((name, start))
-                if hub.breaks:
-                    hub.breaks -= 1
-                    content = content[: start + (len(content) - start) // 2]
-                self.wfile.write(content[start:])
-
-            do_HEAD = do_GET
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
-
-    def close(self):
-        self.server.shutdown()
-        self.server.server_close()
-
-
-FETCH = """
-import sys, time
-from pathlib import Path
-from cs336_systems.training import config, text
-time.sleep = lambda seconds: None  # between tries
-try:
-    keys = {"text.source": "tinystories", "text.train_mb": sys.argv[2]}
-    text.prepare(config.load(None, keys).text, Path(sys.argv[1]))
-except ValueError as error:
-    print(f"ValueError: {error}")
-"""
+TRAIN, VALID = (f"TinyStoriesV2-GPT4-{name}.txt" for name in ("train", "valid"))
 
 
 @pytest.fixture
-def hub(tmp_path):
-    pytest.importorskip("huggingface_hub")
-    made = types.SimpleNamespace(
-        train=[f"A story, number {n}. " + "Café. " * 250 + "The end." for n in range(15_000)],
-        valid=["One held out.", "Another\n\none."],
-    )
-    between = f"\n{MARK}\n"
-    hub = Hub({
-        "TinyStoriesV2-GPT4-train.txt": ("\n" + between.join(made.train)).encode(),
-        "TinyStoriesV2-GPT4-valid.txt": (between.join(made.valid) + between).encode(),
-    })  # fmt: skip
-    hub.made = made
+def hub(tmp_path, monkeypatch):
+    """In place of the package's function that fetches a file, one of the same arguments: files are links to blobs, as
+    in the hub's own cache. `asked`: the names of files; `failing`: what it raises."""
+    package = pytest.importorskip("huggingface_hub")
+    hub = types.SimpleNamespace(asked=[], failing=None)
+    hub.train = [f"A story, number {n}. " + "Café. " * 25 + "The end." for n in range(1500)]
+    hub.valid, between = ["One held out.", "Another\n\none."], f"\n{MARK}\n"
+    (tmp_path / "hub").mkdir()
+    for name, content in (
+        (TRAIN, "\n" + between.join(hub.train)), (VALID, between.join(hub.valid) + between),
+    ):  # fmt: skip
+        (blob := tmp_path / f"{len(content):064}").write_text(content, encoding="utf-8")
+        (tmp_path / "hub" / name).symlink_to(blob)
+    signature = inspect.signature(package.hf_hub_download)
 
-    def fetch(out="out", train_mb=0):
-        environment = {n: v for n, v in os.environ.items() if not n.lower().endswith("_proxy")} | {
-            "HF_ENDPOINT": f"http://127.0.0.1:{hub.server.server_port}",
-            "HF_HOME": str(tmp_path / "hub"),
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "HF_HUB_DOWNLOAD_TIMEOUT": "5",
-            "NO_PROXY": "127.0.0.1",
-        }
-        done = subprocess.run(
-            [sys.executable, "-c", FETCH, str(tmp_path / out), str(train_mb)],
-            capture_output=True, text=True, cwd=Path(text.__file__).resolve().parents[2], env=environment, timeout=120,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+    def hf_hub_download(*arguments, **named):
+        told = signature.bind(*arguments, **named).arguments
+        hub.asked.append(told["filename"])
+        assert told == {"repo_id": text.REPOSITORY, "filename": hub.asked[-1], "repo_type": "dataset"}
+        if hub.failing:
+            raise hub.failing
+        return str(tmp_path / "hub" / told["filename"])
 
-    hub.fetch = fetch
-    yield hub
-    hub.close()
+    monkeypatch.setattr(package, "hf_hub_download", hf_hub_download)
+    return hub
 
 
-def read(folder):
-    return [
-        [document.decode() for document in (folder / f"{name}.txt").read_bytes().split(documents.END)[:-1]]
-        for name in ("train", "valid")
-    ]
+def test_tinystories_come_from_the_hub(tmp_path, hub):
+    log = []
+    keys = {"source": "tinystories", "log": log}
+    (train, valid), _ = prepare(tmp_path / "out", **keys, train_mb=0)
+    assert train == ["\n" + hub.train[0], *hub.train[1:]] and valid == hub.valid
+    prepare(tmp_path / "out", **keys, train_mb=0)
+    assert hub.asked == [TRAIN, VALID], "once: the second time nothing is needed"
+    (few, _), _ = prepare(tmp_path / "other", **keys, train_mb=0.1)
+    assert few == train[: len(few)] != train
+    assert [line.split()[1] for line in log] == ["made", "took", "made"]
 
 
-def test_tinystories_come_from_the_hub_through_broken_connections(tmp_path, hub):
-    hub.breaks = 1
-    assert "made" in hub.fetch()
-    train, valid = read(tmp_path / "out")
-    assert train == ["\n" + hub.made.train[0], *hub.made.train[1:]] and valid == hub.made.valid
-    starts = [start for name, start in hub.ranges if "train" in name]
-    assert len(starts) == 2 and starts[1] > 0, "the second goes on where the first one broke off"
-    hub.close()
-    assert "took" in hub.fetch()  # needs no network
-    assert "made" in hub.fetch("other", train_mb=0.1)  # nor does the hub's own cache
-    assert read(tmp_path / "other")[0] == train[: len(read(tmp_path / "other")[0])] != train
-    # linked to a store of many repositories
-    for number, blob in enumerate((tmp_path / "hub").glob("hub/*/blobs/*")):
-        blob.rename(tmp_path / f"{number:064}")
-        blob.symlink_to(tmp_path / f"{number:064}")
-    assert "made" in hub.fetch("third", train_mb=0.1)
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [lambda hub: hub.close(), lambda hub: hub.files.clear(), lambda hub: setattr(hub, "breaks", 100)],
-    ids=["down", "not there", "breaks off"],
-)
-def test_tinystories_without_the_hub_say_so_in_a_line(tmp_path, hub, fault):
-    fault(hub)
-    answer = hub.fetch()
-    says = "text.source='tinystories': TinyStoriesV2-GPT4-train.txt cannot be fetched: "
-    assert answer.startswith(f"ValueError: {says}") and answer.count("\n") == 1
+def test_tinystories_without_the_hub_say_so_in_a_line(tmp_path, hub):
+    hub.failing = ConnectionError("\nrefused\nby whom")
+    says = rf"^text\.source='tinystories': {TRAIN} cannot be fetched: ConnectionError: refused; --source FILE[^\n]*$"
+    with pytest.raises(ValueError, match=says):
+        prepare(tmp_path / "out", source="tinystories")
     assert not list((tmp_path / "out").iterdir())
 
 

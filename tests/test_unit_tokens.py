@@ -5,10 +5,6 @@ import json
 import math
 import os
 import secrets
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +18,6 @@ from cs336_systems.training import documents, outputs, pipeline, text, tokens
 from cs336_systems.training.config import Generation, load
 
 MARK = documents.END_OF_TEXT
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(tokens.__file__).resolve().parents[2])}
 
 
 def settings(**keys):
@@ -186,19 +181,12 @@ def byte_level(path, special=(MARK,), more=0):
     return path
 
 
-def test_a_given_tokenizer_is_used_whole(prepare, rng, tmp_path):
-    told = [prose(rng, 100) for _ in range(10)]
-    given = byte_level(tmp_path / "given.json")
-    _, info = prepare(told, path=str(given), vocab_size=999)
-    assert info.tokenizer.read_bytes() == given.read_bytes()
-    assert (info.vocab_size, info.end_of_text) == (257, 256)
-    assert sorted(documents_of(info, info.train) + documents_of(info, info.valid)) == sorted(told)
-
-
 @pytest.mark.parametrize("more, dtype", [(2**16 - 257, "<u2"), (2**16 - 256, "<u4")])
 def test_ids_are_as_wide_as_the_vocabulary(prepare, rng, tmp_path, more, dtype):
     told = [prose(rng, 20) for _ in range(4)]
-    _, info = prepare(told, path=str(byte_level(tmp_path / "given.json", more=more)))
+    given = byte_level(tmp_path / "given.json", more=more)
+    _, info = prepare(told, path=str(given), vocab_size=999)
+    assert info.tokenizer.read_bytes() == given.read_bytes()
     assert info.train.dtype == np.dtype(dtype) and info.end_of_text == info.vocab_size - 1 == 256 + more
     assert sorted(documents_of(info, info.train) + documents_of(info, info.valid)) == sorted(told)
 
@@ -463,37 +451,3 @@ def test_a_tokenizer_that_lacks_a_word_is_told_in_a_line(tmp_path, prepare, mode
         prepare(["the dog"] * 20, path=str(tmp_path / "made.json"))
     with pytest.raises(ValueError, match=r"the tokenizer fails at the text: .*UNK"):
         next(pipeline.spoken(None, made, 0, ["the", "the dog"], Generation()))
-
-
-# --------------------------------------------------------------------------------------------------------- interruption
-SCRIPT = """
-import sys, time
-from pathlib import Path
-from cs336_systems.training import config, documents, text, tokens
-if __name__ == "__main__":
-    source, out = sys.argv[1:]
-    tokens.tqdm.update = lambda self, n: time.sleep(60)  # in the middle, until it is interrupted
-    documents._BLOCK = 2000
-    keys = {"text.source": source, "text.train_mb": 0, "tokenizer.vocab_size": 300}
-    chosen = config.load(None, keys)
-    tokens.prepare(chosen.tokenizer, text.prepare(chosen.text, Path(out) / "text"), Path(out) / "tokens")
-"""
-
-
-@pytest.mark.skipif(os.name != "posix", reason="signals")
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=lambda how: how.name)
-def test_an_interrupted_stage_leaves_no_tokens(tmp_path, rng, how):
-    source, script, out = tmp_path / "source.txt", tmp_path / "script.py", tmp_path / "out" / "tokens"
-    source.write_text(f"\n{MARK}\n".join(prose(rng, 2000) for _ in range(500)))
-    script.write_text(SCRIPT)
-    process = subprocess.Popen(
-        [sys.executable, str(script), str(source), str(out.parent)], env=ENVIRONMENT, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    while process.poll() is None and not (out / ".making" / "train.bin").exists():
-        time.sleep(0.02)
-    process.send_signal(how)
-    _, errors = process.communicate(timeout=60)  # returns when its children are gone too: they have its pipes
-    assert process.returncode != 0 and not (out / "tokens.json").exists(), errors
-    if how == signal.SIGINT:
-        assert "KeyboardInterrupt" in errors and list(out.iterdir()) == []

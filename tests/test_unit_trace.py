@@ -238,13 +238,6 @@ def test_ownership_and_usage_as_the_rules_say(seed):
         assert told == pytest.approx([ns / 1e6 for ns in (host_ns, kernel_ns, len(busy), len(due - running))])
 
 
-def test_time_counts_once_in_which_the_kernels_of_two_occurrences_are_due():
-    layers = [Range("softmax", t, t + 2, 1, 1) for t in (0, 10, 20)]
-    late = [Kernel(SOFT, 90 + 2 * i, 91 + 2 * i, 0, 7, r.start_ns, 1, 1) for i, r in enumerate(layers)]
-    use = usage(Trace("nsys", tuple(late), tuple(layers)), "softmax")
-    assert (use.kernels, use.busy_ms, use.idle_ms) == pytest.approx((3, 3e-6, 92e-6))
-
-
 def test_the_union_of_intervals():
     assert union_ns([], []) == 0
     assert union_ns([2**52, 2**52 + 1], [2**52 + 3, 2**52 + 2]) == 3  # where floats end

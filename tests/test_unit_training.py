@@ -540,17 +540,6 @@ def test_a_resumed_run_has_its_own_settings_not_those_saved(tmp_path, two_checkp
     assert group["betas"] == (0.5, 0.95) and group["weight_decay"] == 0.3
 
 
-def test_weights_of_another_model_are_refused(tmp_path):
-    trained = Trainer(made(tmp_path / "a"), data()).run()
-    path = tmp_path / "a" / "checkpoints" / "step-00000012"
-    with pytest.raises(ValueError, match="do not fit"):
-        Trainer(made(tmp_path / "b", model__d_model=32), data()).resume(path)
-    with pytest.raises(ValueError, match="do not fit"):
-        Trainer(made(tmp_path / "b", model__num_layers=3, checkpoints__init_from=str(path)), data())
-    begun = Trainer(made(tmp_path / "b", checkpoints__init_from=str(path / "model.safetensors")), data())
-    assert begun.step == 0 and begun.evaluate(everything=True) == trained["valid_loss"]
-
-
 def test_retention_keeps_the_newest_and_the_best(tmp_path):
     trainer = Trainer(
         made(tmp_path, checkpoints__every=2, checkpoints__keep=2, checkpoints__best=True, evaluation__every=3,

@@ -196,17 +196,8 @@ def test_the_forecast_of_a_rank_is_what_two_gpus_held(row):
 @pytest.mark.parametrize("nproc", [1, 2])
 @pytest.mark.parametrize(("train", "valid", "which"), [(0.05, 1e-4, "valid"), (1e-4, 0.05, "train")])
 def test_a_text_shorter_than_the_context_is_named(tmp_path, train, valid, which, nproc):
-    sizes = (
-        "--train-mb",
-        train,
-        "--set",
-        f"text.valid_mb={valid}",
-        "--context-length",
-        512,
-        "--nproc",
-        nproc,
-    )
-    done = call("train", "--out", tmp_path, "--device", "cpu", *sizes)
+    sizes = ("--train-mb", train, "--set", f"text.valid_mb={valid}", "--context-length", 512)
+    done = call("train", "--out", tmp_path, "--device", "cpu", *sizes, "--nproc", nproc)
     line = refused(done, f"a larger text.{which}_mb")
     assert {"train": "the training text has", "valid": "the held-out text has"}[which] in line
 
