@@ -86,8 +86,9 @@ def test_folders_that_variables_name_are_those_of_the_caller(tmp_path, monkeypat
     assert dict(os.environ) == before
 
 
-def test_what_a_notebook_s_processes_print_is_shown_once(tmp_path, capfd):
+def test_what_a_notebook_s_processes_print_is_shown_once(tmp_path, capfd, monkeypatch):
     """A cell prints its own lines, and starts a process that prints its own."""
+    monkeypatch.delenv("PYTEST_CURRENT_TEST", raising=False)  # by which ipykernel captures less
     nbformat = pytest.importorskip("nbformat")
     cell = "import subprocess, sys\nprint('of-the-cell', flush=True)\n"
     cell += "subprocess.run([sys.executable, '-c', \"print('of-the-process')\"])"
