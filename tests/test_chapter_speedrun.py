@@ -129,6 +129,16 @@ def test_a_sweep_takes_the_rate_with_the_lowest_loss(tmp_path, monkeypatch):
     assert logs == [path.read_bytes() for path in tmp_path.glob("**/log.csv")] and len(logs) == 4
 
 
+def test_another_gpu_is_not_taken_for_this_cpu(tmp_path, monkeypatch):
+    """Not for its precision, and not for none."""
+    monkeypatch.setattr(defaults, "gpu_names", lambda: [])
+    plan = speedrun.choose(20, str(tmp_path), gib=speedrun.T4_GIB)
+    told = "\n".join(speedrun.told(plan))
+    assert plan.config.run.dtype == "fp16" and "in fp16: the most" in told and "1 of 1 GPUs of 15 GiB" in told
+    assert speedrun.choose(20, str(tmp_path), gib=speedrun.T4_GIB, dtype="bf16").config.run.dtype == "bf16"
+    assert speedrun.choose(20, str(tmp_path)).config.run.dtype == "fp32"
+
+
 def test_a_full_run_reads_all_of_a_text_once():
     told = {"minutes": 20, "out": "out", "ranks": 1, **T4}
     hub = speedrun.choose(**told, source="tinystories", full=True).config

@@ -86,6 +86,20 @@ def test_folders_that_variables_name_are_those_of_the_caller(tmp_path, monkeypat
     assert dict(os.environ) == before
 
 
+def test_what_a_notebook_s_processes_print_is_shown_once(tmp_path, capfd, monkeypatch):
+    """A cell prints its own lines, and starts a process that prints its own."""
+    monkeypatch.delenv("PYTEST_CURRENT_TEST", raising=False)  # by which ipykernel captures less
+    nbformat = pytest.importorskip("nbformat")
+    cell = "import subprocess, sys\nprint('of-the-cell', flush=True)\n"
+    cell += "subprocess.run([sys.executable, '-c', \"print('of-the-process')\"])"
+    (tmp_path / "book").mkdir()
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
+    nbformat.write(book, tmp_path / "book" / "x.ipynb")
+    assert notebooks.run(tmp_path, ["x"], {}, log=lambda line: None) == []
+    shown = capfd.readouterr().out
+    assert [shown.count(line) for line in ("of-the-cell", "of-the-process")] == [1, 1]
+
+
 # ------------------------------------------------------------------------------------ doctor
 def test_doctor_says_why():
     done = call("doctor")

@@ -539,6 +539,16 @@ def test_merge_takes_newer_rows_and_environments(fake, root, tmp_path, write, re
     assert set(json.loads((root / "gpu-x1" / "machine.json").read_text())) == {"a", "b"}
 
 
+def test_a_file_of_which_nothing_is_merged_stays_as_it_is(fake, root, write):
+    """One, too, that an earlier version wrote, with fewer columns."""
+    path = write({}, m="gpu-x1")
+    pd.read_csv(path, dtype=str, keep_default_na=False).drop(columns="source").to_csv(path, index=False)
+    before = path.read_text()
+    assert "source" not in before
+    assert rows.merge([fake], root, root) == [("gpu-x1", "fake_chapter", 0, 1)]
+    assert path.read_text() == before
+
+
 def test_nothing_that_is_merged_moves_a_terminal_s_cursor(fake, root, tmp_path, write, read):
     path = write({"status": "error: RuntimeError: MARK"}, m="gpu-x1", to=tmp_path / "other")
     path.write_text(

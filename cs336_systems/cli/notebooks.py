@@ -43,8 +43,10 @@ def own_kernel() -> Iterator[None]:
     with tempfile.TemporaryDirectory() as folder:
         spec = Path(folder) / "kernels" / KERNEL
         spec.mkdir(parents=True)
-        # without the last argument, newer versions warn at each start that they listen unencrypted, on loopback
-        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=ERROR"]
+        # Newer versions warn at each start that they listen unencrypted, on loopback; and what the processes print that
+        # a cell starts would be captured as well as passed on: on a terminal that shows both it would stand twice.
+        told = ("--log-level=ERROR", "--IPKernelApp.capture_fd_output=False")
+        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", *told]
         (spec / "kernel.json").write_text(
             json.dumps({"argv": argv, "display_name": "Python 3", "language": "python"}), encoding="utf-8"
         )

@@ -164,7 +164,9 @@ def train(
 
 
 def speedrun(
-    minutes: Annotated[str, typer.Option(metavar="NUMBER", help="Time of its steps.")] = "20",
+    minutes: Annotated[
+        str | None, typer.Option(metavar="NUMBER", help="Time of its steps; 20 unless told.")
+    ] = None,
     out: Annotated[str, typer.Option(help="Folder of the run: all that it writes.")] = "runs/speedrun",
     size: Annotated[str, typer.Option(help="Of the model; auto: small on a GPU, mini on a CPU.")] = "auto",
     gib: Annotated[str, typer.Option(metavar="NUMBER", help="Memory of a GPU; 0: this machine's.")] = "0",
@@ -183,7 +185,12 @@ def speedrun(
     with _told_in_a_line():
         from cs336_systems.chapters.speedrun import plan as room
 
-        length, memory = numbers.number(minutes, "minutes="), numbers.number(gib, "gib=")
+        if full and minutes is not None:
+            raise ValueError(f"--full and --minutes {minutes} contradict each other")
+        length, memory = (
+            numbers.number("20" if minutes is None else minutes, "minutes="),
+            numbers.number(gib, "gib="),
+        )
         plan = room.choose(length, out, size, memory, numbers.whole(ranks, "ranks="), dtype, source, full)
         make_folder("--out", plan.file.parent)
         for line in room.told(plan):
@@ -238,7 +245,7 @@ def export(
     with _told_in_a_line():
         from cs336_systems.training import export as room
 
-        for path in room.export(checkpoint, make_folder("--hf", hf), _warn):
+        for path in room.export(checkpoint, hf, _warn):
             typer.echo(path)
 
 

@@ -251,7 +251,8 @@ def merge(
 
     The newer row of a case wins, but one that could not be run does not take a measured one's place. What lies beside a
     CSV in a folder of its name (timelines, as JSON, named after their case) comes along with a row that is taken in,
-    and where there is none here. Numbers that an earlier version did not measure stay empty.
+    and where there is none here. Numbers that an earlier version did not measure stay empty. A CSV of which no row is
+    taken in stays as it is.
 
     All is read before anything is written: ValueError, and nothing is taken in, where a file is no table of this
     version or is damaged, here or there.
@@ -281,8 +282,9 @@ def merge(
             experiment, target = by_name[path.stem], csv_path(path.stem, path.parent.name, root)
             here = load(experiment, target)
             newer = {key: row for key, row in rows.items() if key not in here or _wins(row, here[key])}
-            texts[target] = _csv(experiment, here | newer)
             taken = [key for key, row in newer.items() if row != here.get(key)]
+            if taken:
+                texts[target] = _csv(experiment, here | newer)
             merged.append((path.parent.name, path.stem, len(taken), len(rows)))
             for name, text in beside.get(path, {}).items():
                 copy = target.with_suffix("") / name

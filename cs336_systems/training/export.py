@@ -33,15 +33,16 @@ _NAMES = {
 }  # fmt: skip
 
 
-def export(place: Path, folder: Path, say: Say = print) -> list[Path]:
+def export(place: Path, folder: str | Path, say: Say = print) -> list[Path]:
     """Writes config.json, generation_config.json, model.safetensors, tokenizer.json and tokenizer_config.json.
 
     place, say: as of `pipeline.trained`. Errors: its own; ValueError for the folder of a run or a checkpoint, which has
-    files of these names, and where it cannot be written.
+    files of these names, and where it cannot be written. Where there is no model, no folder is made.
     """
-    if any((folder / name).exists() for name in ("checkpoints", "checkpoint.json")):
+    if any((Path(folder) / name).exists() for name in ("checkpoints", "checkpoint.json")):
         raise ValueError(f"{folder} holds a run or a checkpoint; choose another folder")
     model, tokenizer, end_of_text = pipeline.trained(place, "cpu", say)
+    folder = files.make_folder("--hf", folder)
     end = tokenizer.id_to_token(end_of_text)
     # a prompt begins as documents do, after the end of another (by an id of its own: a token's may look like `$A`)
     begin = {"id": "begin", "ids": [end_of_text], "tokens": [end]}

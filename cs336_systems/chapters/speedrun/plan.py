@@ -59,7 +59,7 @@ def choose(
 ) -> Plan:  # fmt: skip
     """The plan of a run of so many minutes of steps on a text; full: of one pass over all of it instead. size "auto":
     as `training.defaults` chooses. gib, ranks, dtype: of other GPUs than this machine's, to know beforehand; 0 and
-    "auto": its own, all of them.
+    "auto": its own, all of them. Without GPUs here others are taken for one old GPU, in fp16, unless told.
 
     ValueError for values that make no sense, and where not one sequence fits; it names what does.
     """
@@ -70,9 +70,10 @@ def choose(
     if size not in ("auto", *MODEL_SIZES):
         raise ValueError(f"size={size!r}; allowed: auto, {', '.join(MODEL_SIZES)}")
     machine = Machine() if gib and ranks and dtype != "auto" else defaults.here()
+    if gib and not machine.gib:
+        machine = Machine(gib, "fp16", defaults.UNKNOWN_TFLOPS, 1)
     dtype = dtype if dtype != "auto" else machine.dtype
-    tflops = machine.tflops if machine.gib or not gib else defaults.UNKNOWN_TFLOPS
-    machine = Machine(gib or machine.gib, dtype, tflops, ranks or machine.gpus)
+    machine = Machine(gib or machine.gib, dtype, machine.tflops, ranks or machine.gpus)
     length: dict[str, Any] = {"schedule.minutes": minutes}
     if full:
         length = {"schedule.epochs": 1, "text.train_mb": defaults.MOST_MB if source == "stories" else 0}
