@@ -88,11 +88,6 @@ COMMANDS = [
     wrong("speedrun --gib 1 --ranks 1 --dtype fp16 --size xl", says=("size='xl'", "allowed: mini, tiny")),
     wrong("speedrun --minutes 5 --full --dry-run", says="--full and --minutes 5 contradict each other"),
     wrong("export {place}/folder --hf {place}/new", says="neither a checkpoint nor the folder of a run"),
-    # ---- an option twice, one of whose values would be dropped
-    wrong("generate --seed 1 --seed 2 --checkpoint {place}/none", says=("'--seed'", "given twice")),
-    wrong("run hardware --preset smoke --preset full", says=("'--preset'", "given twice")),
-    wrong("bench flash --save --no-save", says=("'--save'", "given twice")),
-    wrong("bench hardware --json {place}/a --json={place}/b", says=("'--json'", "given twice")),
     # ---- run: chapters and options
     wrong("run hardwar", says=("unknown chapter 'hardwar'", "hardware")),
     wrong("run parallelism", says=("unknown chapter 'parallelism'", "hardware")),

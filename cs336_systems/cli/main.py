@@ -33,7 +33,7 @@ from cs336_systems.cli import bench_folders, terminal
 from cs336_systems.cli import train as training
 from cs336_systems.cli.bench_folders import Json, Refresh, Values
 
-app = terminal.Commands(
+app = typer.Typer(
     cls=terminal.Interruptible, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )  # fmt: skip
@@ -56,8 +56,8 @@ def common(
     """Measure, benchmark and build the book of CS336's systems assignment."""
 
 
-bench = terminal.Commands(no_args_is_help=True, help="A chapter's experiment alone: a table, or JSON.")
-results = terminal.Commands(no_args_is_help=True, help="The rows under results/.")
+bench = typer.Typer(no_args_is_help=True, help="A chapter's experiment alone: a table, or JSON.")
+results = typer.Typer(no_args_is_help=True, help="The rows under results/.")
 app.add_typer(bench, name="bench")
 app.add_typer(results, name="results")
 

@@ -184,25 +184,7 @@ def _open_closed_streams() -> None:
 ONE_FILE = {"--json", "--out", "--memory-snapshot"}
 
 
-class Once(typer.core.TyperCommand):
-    """A command that refuses an option given twice, where of two values one would be dropped without a word."""
-
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
-        _, _, order = self.make_parser(ctx).parse_args(list(args))
-        once = [p for p in order if p.param_type_name == "option" and not p.multiple]
-        if again := next((p for p in once if once.count(p) > 1), None):
-            raise typer.BadParameter("it is given twice", ctx, again)
-        return super().parse_args(ctx, args)
-
-
-class Commands(typer.Typer):
-    """An application whose commands are `Once`, unless they say otherwise."""
-
-    def command(self, *args: Any, **options: Any) -> Any:
-        return super().command(*args, **{"cls": Once, **options})
-
-
-class Lists(Once):
+class Lists(typer.core.TyperCommand):
     """A command whose options take several values with blanks between them too: `--size small medium`. Those of an
     option that is given twice stand together: none is dropped."""
 
