@@ -98,9 +98,8 @@ def _typed(field: str, value: Any, kind: type) -> Any:
     with suppress(ValueError, OverflowError):
         if isinstance(value, str):
             value = numbers.number(value) if kind is float else numbers.whole(value)
-        if (
-            kind is int and int(value) == value and abs(value) < 2**63
-        ):  # what a frame's column of numbers holds
+        # what a frame's column of numbers holds
+        if kind is int and int(value) == value and abs(value) < 2**63:
             return int(value)
         if kind is float and math.isfinite(float(value)):
             return float(_text(float(value)))  # to the digits that the file keeps

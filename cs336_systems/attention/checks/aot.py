@@ -32,12 +32,8 @@ from cs336_systems.attention.triton.tiles import Tiles
 if TYPE_CHECKING:
     from cs336_systems.attention.hopper.configs import Forward
 
-PRECISIONS = {
-    "bf16": "half",
-    "fp16": "half",
-    "fp32": "fp32",
-    "tf32": "tf32",
-}  # dtype → column of the tile table
+# dtype → column of the tile table
+PRECISIONS = {"bf16": "half", "fp16": "half", "fp32": "fp32", "tf32": "tf32"}
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
 MULTIPROCESSORS = 132  # an H100's
 
@@ -173,13 +169,13 @@ def compile_hopper_kernel(
     """
     from cs336_systems.attention.hopper import launch as hopper
 
-    # of few keys for every multiprocessor; else of as many pairs of tiles as there are multiprocessors
-    heads, length = 2, 4096 if zeroed else 256
-    if kernel == "forward":
-        heads, length = (2 * MULTIPROCESSORS, 2 * 64 * config.groups) if persistent else (2, 1024)
-    few = length if kernel != "few" else 64 * config
-    made = tensors(dtype, head_dim, (heads, heads), (few, 512 if kernel == "few" else length))
-    seen = _seen(window, packed, length)
+    heads, lengths = 2, (4096, 4096) if zeroed else (256, 256)
+    if kernel == "few":
+        lengths = 64 * config, 512
+    elif kernel == "forward" and persistent:  # every multiprocessor has as many pairs of tiles as the others
+        heads, lengths = 2 * MULTIPROCESSORS, (128 * config.groups, 128 * config.groups)
+    made = tensors(dtype, head_dim, (heads, heads), lengths)
+    seen = _seen(window, packed, lengths[1])
 
     def forward() -> None:
         hopper.first_forward(*made[:5], is_causal, config, *seen)
@@ -233,9 +229,9 @@ def hopper_refused() -> str | None:
         for kernel, configs in zip(("forward", "forward", "backward", "few"), tables, strict=True):
             for head_dim in (64, 128):
                 zeroed = kernel != "backward"  # the kernel of short rows; that of long ones has less to it
-                compiled = compile_hopper_kernel(kernel, head_dim, "bf16", configs[head_dim], zeroed=zeroed)
-                if compiled.serialized or compiled.faults:
-                    return f"in the {kernel} kernel: {(*compiled.faults, 'wgmma is serialized')[0]}"
+                found = compile_hopper_kernel(kernel, head_dim, "bf16", configs[head_dim], zeroed=zeroed)
+                if found.serialized or found.faults:
+                    return f"in the {kernel} kernel: {(*found.faults, 'wgmma is serialized')[0]}"
     except Exception as error:  # whatever a version has changed is a reason, and is shown
         while error.__cause__:  # around it are the places in the kernel that lead there
             error = error.__cause__

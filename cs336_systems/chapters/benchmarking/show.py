@@ -167,7 +167,7 @@ def cold_figure(rows: pd.DataFrame) -> Figure:
     """Forward and backward of each step of a fresh process without warm-up, a line for each size."""
     rows = first_machine(steps(primary(rows), "forward_backward", warmup=0, status="ok"))
     frame = rows.assign(ms=rows["step_ms_each"].map(each)).explode("ms")
-    frame = frame.assign(number=frame.groupby("size").cumcount() + 1)
+    frame = frame.assign(number=frame.groupby(level=0).cumcount() + 1)
     figure, ax = figures.panel(height=2.1)
     figures.lines(ax, frame, "number", "ms", "size", log_y=True, binary_x=False)
     ax.set(xlabel="step of a fresh process", ylabel="forward + backward, ms")
