@@ -41,7 +41,7 @@ def main(kernels: str, shapes: int = len(SHAPES), head_dim: int | None = None) -
         launcher.multiprocessors_of = lambda index: 3  # fewer than there are tiles
         # but for one shape programs take many tiles, with a mask in pairs
         launcher.even_pairs = lambda config, batch_heads, queries, *sizes: queries != 70
-        rule.CHAINED, rule.CHAINS = 2**30, 0.01  # chains of two tiles, and of one
+        rule.CHAINS = ((2**30, 0.01),)  # chains of two tiles, and of one
 
         def configs(d):  # all that are in use: shapes as small as these get the first only
             columns = launcher.columns_of(d)

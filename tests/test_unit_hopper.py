@@ -435,7 +435,7 @@ def test_larger_programs_for_many_queries_that_see_many_keys():
         (20, 1024, 1024, 128, False, long), (17, 2048, 2048, 128, False, large), (23, 1024, 1024, 128, False, small),
         (12, 2048, 2048, 64, False, long), (33, 640, 640, 96, False, long), (38, 640, 640, 96, False, small),
         # rows past the last query
-        (768, 320, 4096, 64, False, small), (768, 192, 192, 96, False, long), (150, 300, 300, 128, False, small),
+        (768, 320, 4096, 64, False, small), (768, 192, 192, 96, False, small), (150, 300, 300, 128, False, small),
         # few programs of one group share a multiprocessor in twos
         (32, 1024, 1024, 64, False, large), (32, 1024, 768, 64, False, small), (33, 2048, 1024, 64, False, small),
         (1, 16384, 16384, 64, True, large), (16, 4096, 4096, 64, True, large), (22, 1537, 1537, 64, True, small),
@@ -462,6 +462,16 @@ def test_full_tiles_of_queries():
         assert found == full, (batch_heads, queries)
 
 
+def test_chains_of_tiles_of_queries():
+    for batch_heads, queries, keys, is_causal, chain in (
+        (2000, 128, 128, False, 2), (476, 128, 128, False, 2), (475, 128, 128, False, 1), (476, 128, 129, False, 1),
+        (1056, 256, 256, False, 2), (1055, 256, 256, False, 1), (5000, 128, 257, False, 1), (60, 1024, 77, False, 2),
+        (238, 256, 256, True, 2), (5000, 515, 514, True, 1), (5000, 512, 512, True, 2),
+    ):  # fmt: skip
+        found = configs.chain_of(configs.FORWARD_OF_SHORT[64], batch_heads, queries, keys, is_causal, 132)
+        assert found == chain, (batch_heads, queries, keys)
+
+
 def test_even_pairs():
     two = hopper.Forward(2, 128, 2, True)
     for batch_heads, queries, keys, even in (
@@ -481,7 +491,7 @@ def test_few_queries_and_many_keys():
 
 def test_a_section_is_what_the_cache_holds():
     assert hopper.section_of(16, 4 * 16384 * 64) == 4
-    assert hopper.section_of(3, 1) == 2
+    assert hopper.section_of(3, 10 * 2**20) == 3 and hopper.section_of(4, 10 * 2**20) == 2
     assert hopper.section_of(100, 2**40) == 1
     assert hopper.section_of(3, 1, exact=True) == 3 and hopper.section_of(3, 2**40, exact=True) == 1
 

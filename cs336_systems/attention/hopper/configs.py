@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import triton
@@ -115,8 +116,9 @@ BEGINNING, WAITING = 100, 0.15
 # time of a tile of 64 queries, for one group, over that of a full one
 SMALL = 0.5
 # a program of one group alone takes CHAIN tiles of queries that see so few keys each that beginning and ending a
-# program weighs more, if every place for such a program still gets CHAINS of them: the last ones end together
-CHAIN, CHAINED, CHAINS = 2, 256, 4
+# program weighs more, if every place for such a program gets enough chains: (keys at most, chains of a place). They
+# all run at once, or are so many that the last ones end together
+CHAIN, CHAINS = 2, ((128, 0.9), (256, 4))
 
 # of the backward kernel for few queries, a program of which holds them all: registers of a thread, with which four to
 # two programs share a multiprocessor, by the padded head dimension, for one tile of 64 queries, two, ...
@@ -173,9 +175,10 @@ def chain_of(
     config: Forward, batch_heads: int, num_queries: int, num_keys: int, is_causal: bool, multiprocessors: int
 ) -> int:
     """How many tiles of queries a program of one group alone takes, of `batch_heads` heads in all."""
-    programs = triton.cdiv(num_queries, GROUP) * batch_heads
-    many = programs >= CHAIN * CHAINS * config.programs * multiprocessors
-    return CHAIN if many and seen_keys(num_queries, num_keys, is_causal) <= CHAINED else 1
+    seen = seen_keys(num_queries, num_keys, is_causal)
+    enough = next((chains for most, chains in CHAINS if seen <= most), math.inf)
+    places = config.programs * multiprocessors
+    return CHAIN if triton.cdiv(num_queries, GROUP) * batch_heads >= CHAIN * enough * places else 1
 
 
 @dataclass(frozen=True)
@@ -213,8 +216,6 @@ class Shape:
         def cost(config: Forward, per_row: float) -> float:
             full = full_tiles(config, *of_shape)
             load = load_of(config, self.batch_heads, self.groups, full, self.multiprocessors)
-            if config.groups == 1:  # the last programs leave places empty
-                load = triton.cdiv(load, config.programs) * config.programs
             return per_row * config.groups * load
 
         return min(timed, key=lambda x: cost(*x))[0]
@@ -264,13 +265,13 @@ def full_rule(shape: Shape) -> Forward:
     if columns == 64:
         return shape.first_done(
             (one_group_of_64_columns(shape), 1.0),
-            (long, 1.2 if shape.seen < 384 else 0.94),
+            (long, 1.2 if shape.seen < 384 else 0.9),
         )
-    few_keys, enough = (1.05, 768) if columns < 128 else (1.1, MANY_KEYS)
+    some_keys, enough = (1.05, 768) if columns < 128 else (1.1, MANY_KEYS)
     return shape.first_done(
-        (FORWARD_OF_SHORT[columns], 1.16),
+        (FORWARD_OF_SHORT[columns], 1.25),
         (FORWARD_LARGE[columns], 1.0),
-        (long, few_keys if shape.seen < enough else 0.95),
+        (long, 1.25 if shape.seen < 512 else some_keys if shape.seen < enough else 0.95),
     )
 
 

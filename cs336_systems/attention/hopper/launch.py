@@ -111,10 +111,12 @@ def serves(
 
 
 def section_of(batch_heads: int, bytes_of_a_head: int, exact: bool = False) -> int:
-    """How many heads make a section (see `common.locate`): as many as have their tensors in the L2 cache
-    together, or (not `exact`) the power of two below."""
-    section = max(1, min(batch_heads, _L2_BYTES // bytes_of_a_head))
-    return section if exact else 1 << (section.bit_length() - 1)
+    """How many heads make a section (see `common.locate`): all, if they have their tensors in the L2 cache together,
+    so that no head's heaviest tile begins late; else as many as do, or (not `exact`) the power of two below."""
+    fit = max(1, _L2_BYTES // bytes_of_a_head)
+    if batch_heads <= fit:
+        return batch_heads
+    return fit if exact else 1 << (fit.bit_length() - 1)
 
 
 # ------------------------------------------------------------------------------------------------ forward
