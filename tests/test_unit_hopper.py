@@ -1144,8 +1144,8 @@ def test_a_program_that_takes_many_tiles(on_hopper, d, is_causal, zeroed, monkey
     """As if the GPU had one multiprocessor, a few, or all: shapes as small as these would leave a tile for each."""
     monkeypatch.setattr(hopper, "UNZEROED", dict.fromkeys((64, 128), 0 if zeroed else 2**30))
     monkeypatch.setattr(hopper, "even_pairs", lambda *sizes: True)
-    for constant, value in (("CHAIN", 3), ("CHAINED", 2**30), ("CHAINS", 0.01)):
-        monkeypatch.setattr(configs, constant, value)
+    monkeypatch.setattr(configs, "CHAIN", 3)
+    monkeypatch.setattr(configs, "CHAINS", ((2**30, 0.01),))
     two, three = (hopper.Forward(n, 128, 2, False) for n in (2, 3))
     overlapping = hopper.Forward(2, 128, 2, True)
     alone = configs.FORWARD_OF_SHORT[d]  # chains of three tiles and of what is left, and single ones
