@@ -112,7 +112,6 @@ def test_a_machine_with_too_few_gpus_skips(monkeypatch):
     monkeypatch.setattr(machine, "gpu_names", lambda: ["NVIDIA H200"] * 2)
     case = Case("nccl", "cuda", 4, MB)
     assert allreduce.run_group([case, case]) == [{"status": "skipped: needs 4 GPUs"}] * 2
-    assert allreduce.estimate_s([case]) == 0
     monkeypatch.setattr(machine, "gpu_names", lambda: [])
     assert allreduce.run_group([Case("nccl", "cuda", 1, MB)]) == [{"status": "skipped: needs 1 GPU"}]
 

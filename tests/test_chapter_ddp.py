@@ -50,8 +50,6 @@ def test_full_grid_is_what_the_problems_ask_for():
         assert dataclasses.replace(c, wrapper="none", bucket_mb=0.0, repeat=0, kind="time") in cases
     for group in rows.groups(ddp.TABLE, cases):
         assert len({(c.context_length, c.name) for c in group}) == len(group)
-    two = [c for c in cases if c.world_size <= 2]
-    assert sum(ddp.estimate_s(g) for g in rows.groups(ddp.TABLE, two)) < 400
 
 
 # ------------------------------------------------------------------------------------------------ measuring

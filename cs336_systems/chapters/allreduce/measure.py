@@ -34,7 +34,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cs336_systems.accounting import bus_factor
 from cs336_systems.chapters.shared import depends
 from cs336_systems.measure.clocks.turns import columns
 from cs336_systems.store import machine
@@ -110,20 +109,6 @@ def _cases(backend: str, world_size: int, sizes: Sequence[int], pairs: Sequence[
     return cases
 
 
-def estimate_s(group: Sequence[Case]) -> float:
-    """Seconds that a group takes, roughly: starting the processes, and calls at 1 GB/s or 200 GB/s."""
-    case = group[0]
-    if case.backend == "nccl" and len(machine.gpu_names()) * machine.num_nodes() < case.world_size:
-        return 0.0
-    rate, start = (1e9, 6.0) if case.backend == "gloo" else (200e9, 12.0)
-    total = start
-    for case in group:
-        call = 1e-4 + max(bus_factor(case.world_size), 1) * case.num_bytes / rate
-        timed = min(ROUNDS * CALLS, max(3, ROUNDS * TURN_MS / 1e3 / call))
-        total += call * (WARMUPS + timed) * (2 if case.backend == "nccl" else 1)
-    return total
-
-
 def refuse(case: Case) -> None:
     """Raises `Skip` where this machine cannot run the case, and says what it needs."""
     if case.backend == "nccl":
@@ -158,7 +143,7 @@ def run_group(cases: Sequence[Case]) -> Iterable[dict[str, Any]]:
         by_rank = launch(
             "cs336_systems.chapters.allreduce.ranks:measure", first.world_size,
             {"cases": [dataclasses.asdict(cases[i]) for i in due]},
-            backend=first.backend, device=first.device, timeout_s=120 + 10 * estimate_s(cases),
+            backend=first.backend, device=first.device,
             log=functools.partial(print, flush=True),
         )  # fmt: skip
         for i, metrics in zip(due, by_rank[0], strict=True):
@@ -166,4 +151,4 @@ def run_group(cases: Sequence[Case]) -> Iterable[dict[str, Any]]:
     return results
 
 
-TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS)

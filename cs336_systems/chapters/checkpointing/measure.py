@@ -93,20 +93,6 @@ def _cases(chosen: Sequence[tuple[str, int]], **fields: Any) -> list[Case]:
     return [*(Case(strategy, k, **fields) for strategy, k in chosen), Case(*chosen[0], **fields, repeat=1)]
 
 
-def estimate_s(group: Sequence[Case]) -> float:
-    """Seconds that a group takes, roughly: building the model, then steps, more where blocks run again and again."""
-    case = group[0]
-    flops = accounting.model_flops(case.config, case.batch, case.context_length, "forward_backward")
-    step = flops / (20e9 if case.size == "tiny" else 150e12)
-    forwards = {
-        "none": 1,
-        "nested": math.log2(2 * case.config.num_layers),
-        "chained": case.config.num_layers / 2,
-    }
-    passes = sum(2 + forwards.get(c.strategy, 2) for c in group)
-    return 2.0 + step / 3 * passes * (2 + 2 * WARMUP + STEPS)
-
-
 # ------------------------------------------------------------------------------------------------ predictions
 def predicted_bytes(case: Case, device: str, kept: float = 0.0) -> float:
     """Activations at the peak. kept: what a selective plan keeps of one block.
@@ -180,4 +166,4 @@ def _together(cases: Sequence[Case], device: str) -> list[dict[str, Any]]:
     return [candidate.metrics for candidate in candidates]
 
 
-TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS)

@@ -117,22 +117,6 @@ def grid(preset: str) -> list[Case]:
     return [*cases, *(Case("xl", CONTEXTS[-1], w, mb, kind="trace") for w, mb in traced)]
 
 
-def estimate_s(group: list[Case]) -> float:
-    """Seconds that a group takes, roughly: processes and weights, steps, and the report of a trace."""
-    if group[0].size == "tiny":
-        return 6.0 + 0.5 * len(group)
-    if 0 < len(machine.gpu_names()) < group[0].world_size:
-        return 0.0
-    total = 15.0
-    for case in group:
-        speed = {"fp32": 40, "tf32": 150, "bf16": 250}[case.dtype] * 1e12
-        flops = accounting.model_flops(size(case.size), case.batch, case.context_length, "train_step")
-        step = max(flops / speed, 0.13) + 0.05
-        count = steps_of(case) + WARMUP * ROUNDS if case.kind == "time" else 2 * (WARMUP + TRACED_STEPS)
-        total += count * step + (0.6 if case.kind == "time" else 5.0)
-    return total
-
-
 def steps_of(case: Case) -> int:
     """The measured steps of a timed case."""
     return TINY_STEPS if case.size == "tiny" else STEPS
@@ -274,9 +258,7 @@ def _with_nsys(cases: list[Case]) -> tuple[list[list[list[Overlap]]] | None, str
     function, count = f"{__name__}:under_nsys", cases[0].world_size
     try:
         version = nsys.version()
-        _, trace = nsys.record_nsys(
-            function, arguments, timeout_s=60 + 3 * estimate_s(cases), keep=_report_folder()
-        )
+        _, trace = nsys.record_nsys(function, arguments, timeout_s=_TIMEOUT_S, keep=_report_folder())
         seen = {path.split("/")[0] for path in trace.paths}
         if lacking := [_rank_range(rank) for rank in range(count) if _rank_range(rank) not in seen]:
             raise nsys.NsysError(f"its report lacks {', '.join(lacking)}")
@@ -369,4 +351,4 @@ def _run_traced(work: ParallelWorkload, cases: list[Case]) -> None:
                 take_turns({case: step.phases}, clock)
 
 
-TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS)

@@ -21,11 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cs336_systems import accounting
 from cs336_systems.chapters.shared import depends
 from cs336_systems.launch.start import launch
 from cs336_systems.measure.clocks.turns import columns
-from cs336_systems.sizes import size
 from cs336_systems.store import machine
 from cs336_systems.store import rows as store
 from cs336_systems.store.status import Skip, failure_is_a_row
@@ -99,18 +97,6 @@ def grid(preset: str) -> list[Case]:
     ]
 
 
-def estimate_s(group: Sequence[Case]) -> float:
-    """Seconds that a group takes, roughly: processes, and for each turn a model and seven steps."""
-    first = group[0]
-    if first.size == "tiny":
-        return 8.0
-    if 0 < len(machine.gpu_names()) < first.world_size:
-        return 0.0
-    flops = accounting.model_flops(size(first.size), first.batch, first.context_length, "train_step")
-    step = max(0.12, flops / (300e12 if first.dtype == "bf16" else 150e12))
-    return 15.0 + len(group) * (2 * (1.0 + 7 * step) if first.kind == "time" else 8.0)
-
-
 def trace_path(case: Case, machine_name: str, root: Path | None = None) -> Path:
     """The condensed step of a traced case, all ranks."""
     folder = store.csv_path("fsdp", machine_name, root).with_suffix("")
@@ -160,7 +146,7 @@ def _launched(cases: Sequence[Case], turns: list[str]) -> list[dict[str, Any]]:
     by_rank = launch(
         f"cs336_systems.chapters.fsdp.ranks:{'trace' if traced else 'time'}_on_a_rank", cases[0].world_size,
         {"cases": [dataclasses.asdict(case) for case in cases]},
-        timeout_s=120 + 5 * estimate_s(cases), collective_timeout_s=90, log=log,
+        collective_timeout_s=90, log=log,
     )  # fmt: skip
     return _kept(cases, by_rank) if traced else by_rank[0]
 
@@ -178,4 +164,4 @@ def _kept(cases: Sequence[Case], by_rank: list[list[dict[str, Any]]]) -> list[di
     return rows
 
 
-TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS)

@@ -27,7 +27,7 @@ from cs336_systems.measure.memory.memory import recording
 from cs336_systems.measure.memory.replay import Snapshot
 from cs336_systems.measure.memory.tensors import watching_tensors
 from cs336_systems.measure.memory.timeline import CATEGORIES, Stage, Timeline, timeline
-from cs336_systems.sizes import HANDOUT_SIZES, SIZES, size
+from cs336_systems.sizes import HANDOUT_SIZES, size
 from cs336_systems.store import rows as store
 from cs336_systems.store.machine import machine_name
 from cs336_systems.store.process import call
@@ -104,11 +104,6 @@ def _cases(name: str, contexts: Sequence[int]) -> list[Case]:
         *(Case(name, last, "train_step", dtype, "foreach") for dtype in DTYPES),
         Case(name, last, "train_step", repeat=1),
     ]
-
-
-def estimate_s(group: Sequence[Case]) -> float:
-    """Seconds that a group takes, roughly: a process, the model, two steps, and reading the history."""
-    return sum(1.0 if case.size == ON_CPU else 12.0 + SIZES[case.size].num_layers / 8 for case in group)
 
 
 # ------------------------------------------------------------------------------------------- predictions, places
@@ -253,4 +248,4 @@ def _on_cpu(case: Case, file: Path | None) -> dict[str, Any]:
     return condense(taken, file) | {"source": "tensors"}
 
 
-TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS)

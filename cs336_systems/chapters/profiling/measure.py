@@ -88,12 +88,6 @@ def grid(preset: str) -> list[Case]:
     ]
 
 
-def estimate_s(group: list[Case]) -> float:
-    """Seconds that a group takes, roughly: starting a process, recording, exporting."""
-    layers = SIZES[group[0].size].num_layers
-    return 5.0 if group[0].size == "tiny" else 15 + 0.3 * layers
-
-
 def report_folder(root: Path | None = None) -> Path:
     """Where whole reports stay: `$CS336_TRACES`, else `_build/profiling` beside the results folder."""
     named = os.environ.get("CS336_TRACES")
@@ -257,4 +251,4 @@ def _row(case: Case, said: dict[str, Any], recorded: events.Trace) -> dict[str, 
     }
 
 
-TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS)

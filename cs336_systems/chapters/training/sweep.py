@@ -106,12 +106,6 @@ def grid(preset: str) -> list[Case]:
     ]
 
 
-def estimate_s(group: Sequence[Case]) -> float:
-    """Seconds that a group takes, roughly: compiling, and slow implementations of long sequences."""
-    scores = group[0].batch * group[0].heads * group[0].num_queries * group[0].num_keys
-    return 1.0 + sum(0.3 + (4.0 if "compiled" in c.attention else 0.0) + scores * 1.2e-10 for c in group)
-
-
 # ------------------------------------------------------------------------------------------------ measuring
 def run_group(cases: Sequence[Case], warmup: int = 5, iters: int = 0) -> list[dict[str, Any]]:
     """Measures the cases of all shapes in turns. iters: calls to time of each, after `warmup` others and by the host's
@@ -186,6 +180,4 @@ def _time(candidates: Sequence[Candidate], device: str, warmup: int, iters: int)
             one.case.metrics |= one.samples.row(part) if one.ok else one.metrics | {"failed_in": fails_in}
 
 
-TABLE = Table(
-    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, choices=CHOICES, estimate_s=estimate_s
-)
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, choices=CHOICES)

@@ -132,17 +132,6 @@ def _times(variants: Sequence[str], contexts: Sequence[int], **fields: Any) -> l
     ]
 
 
-def estimate_s(group: Sequence[Case]) -> float:
-    """Seconds that a group takes, roughly: starting the processes, building the model, its steps."""
-    contexts = len({case.context_length for case in group})
-    if group[0].size == ON_CPU:
-        return 6.0
-    if group[0].moment != TIMED:
-        return 10.0 + 3.5 * contexts
-    # turns also wrap the model and give memory back; counting takes some steps and a profile
-    return 34.0 + len(group) * (0.22 * (STEPS + TURNS * (SETTLING + 1)) + 2.0)
-
-
 # ------------------------------------------------------------------------------------------------ predictions
 def persistent_bucket_bytes(case: Case) -> int:
     """What the variant's container holds beside the gradients: torch's DDP a copy of each, BucketedDDP nothing."""
@@ -208,7 +197,7 @@ def _launched(
         by_rank = launch(
             f"cs336_systems.chapters.zero.ranks:{function}", chosen[0].world_size,
             {"cases": [dataclasses.asdict(case) for case in chosen]},
-            timeout_s=120 + 5 * estimate_s(chosen), collective_timeout_s=90,
+            collective_timeout_s=90,
         )  # fmt: skip
         rows = _of_fullest(by_rank, chosen) if chosen[0].moment != TIMED else by_rank[0]
         found = dict(zip(chosen, rows, strict=True))
@@ -226,4 +215,4 @@ def _of_fullest(by_rank: list[list[dict[str, Any]]], cases: Sequence[Case]) -> l
     return apart
 
 
-TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS)
