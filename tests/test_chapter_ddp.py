@@ -14,7 +14,6 @@ from cs336_systems.chapters.ddp import measure as ddp
 from cs336_systems.chapters.ddp import show as page
 from cs336_systems.chapters.ddp.measure import Case
 from cs336_systems.chapters.zero import measure as zero
-from cs336_systems.launch.start import LaunchError
 from cs336_systems.measure.trace import nsys
 from cs336_systems.measure.trace import overlap as trace_overlap
 from cs336_systems.measure.trace.events import Range, Trace
@@ -93,34 +92,6 @@ def test_what_a_machine_cannot_run_says_what_it_needs(monkeypatch):
     assert len(large) == 2 and all("8.0 GiB are free" in row["status"] for row in large)
     monkeypatch.setattr(machine, "gpu_names", lambda: ["NVIDIA H200"])
     assert [r["status"] for r in ddp.run_group([case()])] == ["skipped: needs 2 GPUs; there is 1"]
-
-
-@without_gpu
-def test_memory_that_runs_out_together_sends_each_alone(monkeypatch):
-    calls = []
-
-    def launched(cases):
-        calls.append(len(cases))
-        if len(cases) > 1 or cases[0].wrapper == "flat":
-            raise RuntimeError("rank 0 of 2: OutOfMemoryError: CUDA out of memory")
-        return [{"step_ms_p50": 1.0}]
-
-    monkeypatch.setattr(ddp, "_launch", lambda function, cases: [launched(cases)])
-    found = list(ddp.run_group([case(), case(wrapper="flat")]))
-    assert calls == [2, 1, 1] and found == [{"step_ms_p50": 1.0}, {"status": "oom"}]
-
-
-@without_gpu
-def test_a_rank_that_fails_is_an_error_in_all_rows(monkeypatch, capsys):
-    def launched(cases):
-        raise LaunchError("rank 1 of 2: signal SIGKILL\nwhat it said", 1)
-
-    monkeypatch.setattr(ddp, "_launch", lambda function, cases: [launched(cases)])
-    assert (
-        list(ddp.run_group([case(), case()]))
-        == [{"status": "error: LaunchError: rank 1 of 2: signal SIGKILL"}] * 2
-    )
-    assert "what it said" in capsys.readouterr().err
 
 
 @without_gpu

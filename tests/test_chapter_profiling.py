@@ -15,7 +15,7 @@ from cs336_systems.measure.trace import kernels, nsys
 from cs336_systems.measure.trace.events import Kernel, Range, Trace
 from cs336_systems.report import tables
 from cs336_systems.report.claims import execute
-from cs336_systems.store import measuring, rows
+from cs336_systems.store import machine, measuring, rows
 from cs336_systems.store.machine import machine_name
 
 torch = pytest.importorskip("torch")
@@ -186,7 +186,7 @@ def test_out_of_memory_stops_at_its_mode_and_while_recording_loses_its_step(monk
 
 @without_gpu
 def test_too_large_for_this_machine(monkeypatch):
-    monkeypatch.setattr(profiling, "free_memory_bytes", lambda device: 2**33)
+    monkeypatch.setattr(machine, "free_memory_bytes", lambda device: 2**33)
     found = profiling.run_group(cases_of("2.7B"))
     assert all("needs about 5" in m["status"] and "8.0 GiB are free" in m["status"] for m in found)
 

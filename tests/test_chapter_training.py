@@ -103,23 +103,6 @@ def test_what_a_machine_cannot_do_is_skipped(monkeypatch):
         trials.refuse(dataclasses.replace(case, wrapper="naive", world_size=2))
 
 
-def test_a_launch_that_fails_is_repeated_case_by_case(monkeypatch):
-    launched = []
-
-    def fails_with_several(cases, folder, rounds):
-        launched.append(len(cases))
-        if len(cases) > 1 or cases[0].wrapper == "naive":
-            raise RuntimeError("CUDA out of memory")
-        return [{"tokens_per_s": 1.0}]
-
-    monkeypatch.setattr(trials, "_launched", fails_with_several)
-    monkeypatch.setattr(trials, "refuse", lambda case: None)
-    cells = [training.Case("sdpa", wrapper, False, world_size=2) for wrapper in ("flat", "naive", "torch")]
-    assert trials.measure(cells) == [{"tokens_per_s": 1.0}, {"status": "oom"}, {"tokens_per_s": 1.0}]
-    assert launched == [3, 1, 1, 1]
-    assert trials.measure(cells[1:2]) == [{"status": "oom"}] and launched[4:] == [1]
-
-
 @pytest.mark.slow
 def test_a_real_run_on_its_own():
     case = training_run.Case("tiny", 32, 8, "fp32", "off", minutes=0.005, train_mb=0.1)

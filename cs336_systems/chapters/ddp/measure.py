@@ -25,8 +25,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from cs336_systems import accounting
-from cs336_systems.chapters.shared import depends
+from cs336_systems.chapters.shared import depends, on_ranks, steps
+from cs336_systems.chapters.shared.needs import need_gpus
 from cs336_systems.measure.clocks import ranks
 from cs336_systems.measure.clocks.ranks import RankSteps
 from cs336_systems.measure.clocks.turns import Phases, columns, take_turns
@@ -35,7 +35,7 @@ from cs336_systems.measure.trace.overlap import Overlap
 from cs336_systems.sizes import size
 from cs336_systems.store import machine, process
 from cs336_systems.store import rows as store
-from cs336_systems.store.status import Skip, failure_is_a_row
+from cs336_systems.store.status import failure_is_a_row
 from cs336_systems.store.table import Table
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ BUCKETS_MB = (1.0, 10.0, 25.0, 100.0, 250.0, 1000.0)
 STEPS, WARMUP, ROUNDS = 9, 2, 3  # measured steps of a case, and unmeasured ones before each of its turns
 TINY_STEPS = 4  # on a CPU there are no numbers to be precise about
 TRACED_STEPS = 2
-_TIMEOUT_S, _COLLECTIVE_TIMEOUT_S = 900.0, 180.0
+_TIMEOUT_S = 900.0  # of a recording
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,11 @@ class Case:
         """What distinguishes the cases of one context of a group: "bucketed 25"."""
         again = " again" if self.repeat else ""
         return f"{self.wrapper}{f' {self.bucket_mb:g}' if self.bucket_mb else ''}{again}"
+
+    @property
+    def turn(self) -> str:
+        """As for `on_ranks.begin_turn`."""
+        return f"context {self.context_length}, {self.name}"
 
 
 def grid(preset: str) -> list[Case]:
@@ -129,44 +134,24 @@ def overlap_path(case: Case, machine_name: str, root: Path | None = None) -> Pat
 
 
 # ------------------------------------------------------------------------------------------------ measuring
-def run_group(cases: list[Case]) -> Iterator[dict[str, Any]]:
-    """Measures the cases of one number of ranks together.
-
-    Where memory runs out with all of them in one run, each is measured in a run of its own.
-    """
+def run_group(cases: list[Case]) -> list[dict[str, Any]]:
+    """Measures the cases of one number of ranks together."""
+    if cases[0].kind == "time":
+        return on_ranks.measured(f"{__name__}:time_on_rank", cases, _refuse)
     failed: dict[str, Any] = {}
     with failure_is_a_row(failed):
         _refuse(cases[0])
-        if cases[0].kind == "trace":
-            yield from _traced(cases)
-        else:
-            yield from _launch("time_on_rank", cases)[0]
-        return
-    if failed.get("status") != "oom" or len(cases) == 1:
-        yield from (dict(failed) for _ in cases)
-        return
-    for case in cases:
-        yield from run_group([case])
+        return _traced(cases)
+    return [dict(failed) for _ in cases]
 
 
 def _refuse(case: Case) -> None:
-    """Raises `Skip` where this machine cannot run the group, and says what it needs."""
-    gpus = len(machine.gpu_names())
-    if gpus:
-        if case.world_size > gpus:
-            raise Skip(f"needs {case.world_size} GPUs; there {'is' if gpus == 1 else 'are'} {gpus}")
+    """Raises `Skip` where this machine cannot run the case, and says what it needs."""
+    if machine.gpu_names():
+        need_gpus(case.world_size)
         return
-    if case.dtype == "tf32":
-        raise Skip("needs a CUDA device: TF32 is a format of its tensor cores")
-    dtype = "bf16" if case.dtype == "bf16" else "fp32"
-    needed = case.world_size * sum(
-        accounting.peak_bytes(
-            size(case.size), case.batch, case.context_length, "train_step", dtype, "reference", "cpu", "fused"
-        ).values()
-    )  # fmt: skip
-    free = machine.free_memory_bytes("cpu")
-    if free is not None and needed > free:
-        raise Skip(f"needs about {needed / 2**30:.1f} GiB of memory; {free / 2**30:.1f} GiB are free")
+    step = steps.Case(case.size, case.context_length, "train_step", case.dtype, batch=case.batch)
+    steps.refuse(step, "cpu", case.world_size)
 
 
 def _launch(function: str, cases: list[Case], **arguments: Any) -> list[Any]:
@@ -175,8 +160,8 @@ def _launch(function: str, cases: list[Case], **arguments: Any) -> list[Any]:
 
     arguments |= {"cases": [dataclasses.asdict(case) for case in cases]}
     return launch(
-        f"{__name__}:{function}", cases[0].world_size, arguments, timeout_s=_TIMEOUT_S,
-        collective_timeout_s=_COLLECTIVE_TIMEOUT_S, log=lambda line: print(f"    {line}", flush=True),
+        f"{__name__}:{function}", cases[0].world_size, arguments,
+        log=lambda line: print(f"    {line}", flush=True),
     )  # fmt: skip
 
 
@@ -199,7 +184,7 @@ def time_on_rank(rank: Rank, cases: list[dict[str, Any]]) -> list[dict[str, Any]
             for phase in (*PHASES, "step"):
                 found[case] |= samples.row(phase)
             found[case] |= samples.clocks() | {"tokens_per_s": tokens / step_ms * 1e3}
-            print(f"context {context}, {case.name}: {step_ms:.1f} ms", flush=True)
+            print(f"{case.turn}: {step_ms:.1f} ms", flush=True)
     return ranks.gathered([found[case] for case in group], rank)[0]  # rank 0 reads the clocks
 
 
@@ -216,6 +201,7 @@ def _turn(work: ParallelWorkload, case: Case, metrics: dict[str, Any]) -> Iterat
     import torch
 
     rank = work.rank
+    on_ranks.begin_turn(rank, case)
     wrapper = "none" if case.wrapper == ALONE else case.wrapper
     with work.step(wrapper, bucket_mb=case.bucket_mb or None, dtype=case.dtype) as step:
         phases = step.phases

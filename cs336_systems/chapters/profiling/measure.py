@@ -20,15 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.chapters.shared import depends
+from cs336_systems.chapters.shared import depends, steps
 from cs336_systems.measure.clocks.steps import Steps
 from cs336_systems.measure.clocks.turns import take_turns
 from cs336_systems.measure.device import default_device, give_back, synchronizer
 from cs336_systems.measure.trace import condensed, events, kernels, nsys, profiler
 from cs336_systems.sizes import HANDOUT_SIZES, SIZES
 from cs336_systems.store import rows as store
-from cs336_systems.store.machine import free_memory_bytes, gpu_names, machine_name
-from cs336_systems.store.status import Skip, failure_is_a_row
+from cs336_systems.store.machine import gpu_names, machine_name
+from cs336_systems.store.status import failure_is_a_row
 from cs336_systems.store.table import Table
 
 CONTEXTS = (128, 256, 512, 1024)
@@ -109,7 +109,9 @@ def run_group(cases: list[Case]) -> list[dict[str, Any]]:
     }  # fmt: skip
     failed: dict[str, Any] = {}
     with failure_is_a_row(failed):
-        _refuse(case)
+        if not gpu_names():
+            step = steps.Case(case.size, case.context_length, "train_step", case.dtype, batch=case.batch)
+            steps.refuse(step, "cpu")
         name = f"{case.size}_{case.context_length}_{case.dtype}_{case.tool}"
         keep = report_folder() / name
         if gpu_names() and case.tool == "auto" and nsys.find() is not None:
@@ -126,23 +128,6 @@ def run_group(cases: list[Case]) -> list[dict[str, Any]]:
             condensed.condense(recorded, "step").to_json(path)
         return found
     return [dict(failed) for _ in cases]
-
-
-def _refuse(case: Case) -> None:
-    from cs336_systems import accounting
-
-    if not gpu_names():
-        if case.dtype == "tf32":
-            raise Skip("needs a CUDA device: TF32 is a format of its tensor cores")
-        dtype = "bf16" if case.dtype == "bf16" else "fp32"
-        needed = sum(
-            accounting.peak_bytes(
-                SIZES[case.size], case.batch, case.context_length, "train_step", dtype, "reference", "cpu", "fused"
-            ).values()
-        )  # fmt: skip
-        free = free_memory_bytes("cpu")
-        if free is not None and needed > free:
-            raise Skip(f"needs about {needed / 2**30:.1f} GiB of memory; {free / 2**30:.1f} GiB are free")
 
 
 class _Shape:
