@@ -77,7 +77,7 @@ def test_a_recorded_group(results_root):
         assert row["source"] == "torch-cpu" and row["tool_version"]
         assert 0 < row["communication_ms"] < row["traced_ms"] and 0 < row["compute_ms"] < row["traced_ms"]
         assert 0 <= row["backward_overlap_ms"] <= row["overlap_ms"] <= row["communication_ms"]
-        steps = trace_overlap.from_json(ddp.overlap_path(c, machine.machine_name(), results_root))
+        steps = trace_overlap.from_json(rows.file_beside(ddp.TABLE, c, machine.machine_name(), results_root))
         assert len(steps) == 2 and [name for name, *_ in steps[0].phases][:2] == ["forward", "backward"]
     assert found[0]["messages"] == 22 and found[0]["backward_overlap_ms"] == 0
     assert found[1]["messages"] == 8  # seven buckets, and which gradients there are
@@ -148,7 +148,10 @@ def test_on_two_gpus(results_root):
     traced = [dataclasses.replace(c, kind="trace") for c in group[2:]]
     for c, row in zip(traced, ddp.run_group(traced), strict=True):
         assert "status" not in row and row["communication_ms"] > 0
-        assert len(trace_overlap.from_json(ddp.overlap_path(c, machine.machine_name(), results_root))) == 2
+        assert (
+            len(trace_overlap.from_json(rows.file_beside(ddp.TABLE, c, machine.machine_name(), results_root)))
+            == 2
+        )
 
 
 # ------------------------------------------------------------------------------------------------ page
@@ -294,7 +297,7 @@ def test_figures(results_root):
     chapter = chapters.read("ddp", machine="x", preset="full")
     assert len(page.trace_figure(chapter, ("naive", "overlapped")).axes) == 1, "no traces were kept"
     for wrapper in ("naive", "overlapped"):
-        path = ddp.overlap_path(Case("xl", 1024, wrapper, kind="trace"), "x", results_root)
+        path = rows.file_beside(ddp.TABLE, Case("xl", 1024, wrapper, kind="trace"), "x", results_root)
         path.parent.mkdir(exist_ok=True)
         trace_overlap.to_json([TRACED] * 2, path)
     drawn = page.trace_figure(chapter, ("naive", "overlapped")).axes

@@ -58,7 +58,10 @@ def test_smoke_agrees_with_the_closed_forms(results_root):
         assert sum(parts) == pytest.approx(row["exposed_ms"], rel=1e-3)
         assert 0 <= row["forward_late"] <= row["forward_gathers"]
         case = dataclasses.replace(TINY, wrapper=row["wrapper"], kind="trace")
-        assert len(overlap.from_json(fsdp.trace_path(case, machine.machine_name(), results_root))) == 2
+        assert (
+            len(overlap.from_json(rows.file_beside(fsdp.TABLE, case, machine.machine_name(), results_root)))
+            == 2
+        )
     ours = next(row for row in found if row["kind"] == "trace" and row["wrapper"] == "fsdp")
     assert ours["forward_gathers"] == 4  # the embedding, two blocks, the head
     chapter = chapters.read("fsdp", machine=machine.machine_name(), preset="smoke", root=results_root)

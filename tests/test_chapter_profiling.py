@@ -144,7 +144,7 @@ def test_a_trace_becomes_rows_for_one_step(under_nsys, results_root):
     assert (kind, calls) == ("matrix product", 6) and ms == pytest.approx(0.6)
     for metrics in found.values():
         assert set(metrics) <= set(profiling.TABLE.metrics)
-    assert profiling.step_path("small", 512, "fp32", "h100-x1", results_root).is_file()
+    assert rows.file_beside(profiling.TABLE, Case("small", 512, "step"), "h100-x1", results_root).is_file()
 
 
 def test_what_does_not_fit_is_a_row_and_the_rest_is_measured(under_nsys):
@@ -210,8 +210,8 @@ def test_operators_of_a_cpu(smoke):
     assert frame.loc["optimizer", "optimizer_ms"] > 0 and frame.loc["forward", "matrix_product_ms"] > 0
     assert frame.loc["softmax", "softmax_ms"] > 0 and frame.loc["scores", "matrix_product_ms"] > 0
     assert frame.loc["backward", "kernels"] > frame.loc["forward", "kernels"]
-    assert profiling.step_path("tiny", 64, "fp32", machine_name(), smoke).is_file()
-    assert (profiling.report_folder(smoke) / "tiny_64_fp32_auto" / "trace.json.gz").is_file()
+    assert rows.file_beside(profiling.TABLE, Case("tiny", 64, "step"), machine_name(), smoke).is_file()
+    assert (rows.recordings_folder("profiling", smoke) / "tiny_64_fp32_auto" / "trace.json.gz").is_file()
 
 
 # ------------------------------------------------------------------------------------------------ frames
@@ -310,8 +310,7 @@ def test_the_notebook_on_a_laptops_rows(smoke, project_root, monkeypatch):
 # ------------------------------------------------------------------------------------------------ on a GPU
 @pytest.mark.gpu
 @pytest.mark.parametrize("tool", ["auto", "torch"])
-def test_on_a_gpu(tool, tmp_path, monkeypatch):
-    monkeypatch.setenv("CS336_TRACES", str(tmp_path))
+def test_on_a_gpu(tool, results_root):
     cases = cases_of("tiny", 128, tool=tool)
     found = by_range(profiling.run_group(cases), cases)
     assert all("status" not in metrics for metrics in found.values()), found

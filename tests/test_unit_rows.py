@@ -53,7 +53,7 @@ def run_group(cases):
 class Fake(Table):
     CALLS, RAISES = CALLS, RAISES
 
-TABLE = Fake(__name__, Case, METRICS, GROUP, grid, run_group)
+TABLE = Fake(__name__, Case, METRICS, GROUP, grid, run_group, beside=("impl", "size"))
 """
 
 

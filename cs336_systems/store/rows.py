@@ -66,6 +66,17 @@ def csv_path(table: str, machine: str, root: Path | None = None) -> Path:
     return (root or results_root()) / machine / f"{table}.csv"
 
 
+def file_beside(experiment: Table, case: Any, machine: str, root: Path | None = None) -> Path:
+    """The JSON file of a case, a condensed recording: in a folder beside the table's CSV that has its name."""
+    name = "_".join(_text(getattr(case, field)) for field in experiment.beside)
+    return csv_path(experiment.name, machine, root).with_suffix("") / f"{name}.json"
+
+
+def recordings_folder(table: str, root: Path | None = None) -> Path:
+    """Where whole recordings stay, which are too large for results: `_build/<table>` beside their folder."""
+    return (root or results_root()).resolve().parent / "_build" / table
+
+
 def case_fields(experiment: Table) -> list[str]:
     """The names of the fields of the experiment's `Case`, which are the key of a row."""
     return [field.name for field in dataclasses.fields(experiment.Case)]
@@ -285,20 +296,14 @@ def merge(
             if taken:
                 texts[target] = _csv(experiment, here | newer)
             merged.append((path.parent.name, path.stem, len(taken), len(rows)))
+            cases = (experiment.Case(*key) for key in taken)
+            theirs = {file_beside(experiment, case, path.parent.name, root) for case in cases}
             for name, text in beside.get(path, {}).items():
                 copy = target.with_suffix("") / name
-                if not copy.is_file() or any(_is_named_after(key, copy.stem) for key in taken):
+                if copy in theirs or not copy.is_file():
                     texts[copy] = text
         replace(texts)
     return merged
-
-
-def _is_named_after(key: tuple[Any, ...], stem: str) -> bool:
-    """Whether a name is made of values of a case, with `_` between them."""
-    rest = f"_{stem}_"
-    for value in map(_text, key):
-        rest = rest.replace(f"_{value}_", "_", 1)
-    return rest == "_"
 
 
 def _wins(row: Mapping[str, str], here: Mapping[str, str]) -> bool:

@@ -26,6 +26,7 @@ class Table:
     choices:    field → what may be asked for, in the grid or not: words, a range, or a function that makes the value of
                 a text (ValueError where it is none). Those of all fields make cases beyond the grid.
     estimate_s: seconds that a group takes on a GPU, roughly.
+    beside:     the fields that name the file of a row that has one, a recording, beside the CSV (`rows.file_beside`).
     forecast:   a line for each of some cases, said before they are measured.
 
     Nothing of it needs torch before `run_group` is called.
@@ -40,6 +41,7 @@ class Table:
     depends: tuple[str, ...] = ()
     choices: Mapping[str, Any] = field(default_factory=dict)
     estimate_s: Callable[[Sequence[Any]], float] | None = None
+    beside: tuple[str, ...] = ()
     forecast: Callable[[Sequence[Any]], Iterator[str]] | None = None
 
     @property

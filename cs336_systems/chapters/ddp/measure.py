@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -127,12 +126,6 @@ def steps_of(case: Case) -> int:
     return TINY_STEPS if case.size == "tiny" else STEPS
 
 
-def overlap_path(case: Case, machine_name: str, root: Path | None = None) -> Path:
-    """The condensed step of a traced case, all ranks."""
-    folder = store.csv_path("ddp", machine_name, root).with_suffix("")
-    return folder / f"{case.size}_{case.context_length}_{case.dtype}_{case.wrapper}_{case.bucket_mb:g}.json"
-
-
 # ------------------------------------------------------------------------------------------------ measuring
 def run_group(cases: list[Case]) -> list[dict[str, Any]]:
     """Measures the cases of one number of ranks together."""
@@ -233,7 +226,7 @@ def _traced(cases: list[Case]) -> list[dict[str, Any]]:
     if everyones is None:
         everyones, version = _with_torch(cases)
     for case, by_rank in zip(cases, everyones, strict=True):
-        path = overlap_path(case, machine.machine_name())
+        path = store.file_beside(TABLE, case, machine.machine_name())
         overlap.to_json([steps[-1] for steps in by_rank], path)
     return [_trace_metrics(by_rank) | {"tool_version": version} for by_rank in everyones]
 
@@ -244,7 +237,9 @@ def _with_nsys(cases: list[Case]) -> tuple[list[list[list[Overlap]]] | None, str
     function, count = f"{__name__}:under_nsys", cases[0].world_size
     try:
         version = nsys.version()
-        _, trace = nsys.record_nsys(function, arguments, timeout_s=_TIMEOUT_S, keep=_report_folder())
+        _, trace = nsys.record_nsys(
+            function, arguments, timeout_s=_TIMEOUT_S, keep=store.recordings_folder("ddp")
+        )
         seen = {path.split("/")[0] for path in trace.paths}
         if lacking := [_rank_range(rank) for rank in range(count) if _rank_range(rank) not in seen]:
             raise nsys.NsysError(f"its report lacks {', '.join(lacking)}")
@@ -261,17 +256,11 @@ def _with_torch(cases: list[Case]) -> tuple[list[list[list[Overlap]]], str]:
     """The same by torch's profiler, which records each rank in itself."""
     import torch
 
-    by_rank = _launch("record_on_rank", cases, keep=str(_report_folder()))
+    by_rank = _launch("record_on_rank", cases, keep=str(store.recordings_folder("ddp")))
     found = [
         [[overlap.from_dict(step) for step in said[place]] for said in by_rank] for place in range(len(cases))
     ]
     return found, torch.__version__.split("+")[0]
-
-
-def _report_folder() -> Path:
-    """Where whole reports stay: `$CS336_TRACES`, else `_build/ddp` beside the results folder."""
-    named = os.environ.get("CS336_TRACES")
-    return Path(named) if named else store.results_root().resolve().parent / "_build" / "ddp"
 
 
 def _trace_metrics(by_rank: list[list[Overlap]]) -> dict[str, Any]:
@@ -337,4 +326,7 @@ def _run_traced(work: ParallelWorkload, cases: list[Case]) -> None:
                 take_turns({case: step.phases}, clock)
 
 
-TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS)
+TABLE = Table(
+    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS,
+    beside=("size", "context_length", "dtype", "wrapper", "bucket_mb"),
+)  # fmt: skip

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from cs336_systems.chapters.shared import depends, on_ranks
@@ -94,12 +93,6 @@ def grid(preset: str) -> list[Case]:
     ]
 
 
-def trace_path(case: Case, machine_name: str, root: Path | None = None) -> Path:
-    """The condensed step of a traced case, all ranks."""
-    folder = store.csv_path("fsdp", machine_name, root).with_suffix("")
-    return folder / f"{case.size}_{case.context_length}_{case.dtype}_{case.wrapper}.json"
-
-
 # ------------------------------------------------------------------------------------------------ measuring
 def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """The metrics of each case."""
@@ -123,10 +116,13 @@ def _kept(cases: Sequence[Case], by_rank: list[list[dict[str, Any]]]) -> list[di
     rows = []
     for case, *said in zip(cases, *by_rank, strict=True):
         timelines = [overlap.from_dict(one.pop("timeline")) for one in said]
-        overlap.to_json(timelines, trace_path(case, machine.machine_name()))
+        overlap.to_json(timelines, store.file_beside(TABLE, case, machine.machine_name()))
         least, *_, most = sorted(said, key=lambda row: row["exposed_ms"])
         rows.append(most | {"least_exposed_ms": least["exposed_ms"]})
     return rows
 
 
-TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS)
+TABLE = Table(
+    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS,
+    beside=("size", "context_length", "dtype", "wrapper"),
+)  # fmt: skip

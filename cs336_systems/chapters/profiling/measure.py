@@ -13,7 +13,6 @@ both. Condensed timelines of the shapes in `DRAWN` go to `results/<machine>/prof
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,18 +87,6 @@ def grid(preset: str) -> list[Case]:
     ]
 
 
-def report_folder(root: Path | None = None) -> Path:
-    """Where whole reports stay: `$CS336_TRACES`, else `_build/profiling` beside the results folder."""
-    named = os.environ.get("CS336_TRACES")
-    return Path(named) if named else (root or store.results_root()).resolve().parent / "_build" / "profiling"
-
-
-def step_path(size: str, context_length: int, dtype: str, machine: str, root: Path | None = None) -> Path:
-    """The condensed timeline of one step of a shape."""
-    folder = store.csv_path("profiling", machine, root).with_suffix("")
-    return folder / f"{size}_{context_length}_{dtype}.json"
-
-
 # ------------------------------------------------------------------------------------------------ measuring
 def run_group(cases: list[Case]) -> list[dict[str, Any]]:
     """Records one shape and reads its ranges."""
@@ -113,7 +100,7 @@ def run_group(cases: list[Case]) -> list[dict[str, Any]]:
             step = steps.Case(case.size, case.context_length, "train_step", case.dtype, batch=case.batch)
             steps.refuse(step, "cpu")
         name = f"{case.size}_{case.context_length}_{case.dtype}_{case.tool}"
-        keep = report_folder() / name
+        keep = store.recordings_folder("profiling") / name
         if gpu_names() and case.tool == "auto" and nsys.find() is not None:
             said, recorded = nsys.record_nsys(
                 f"{__name__}:under_nsys", arguments, timeout_s=_TIMEOUT_S, keep=keep
@@ -124,7 +111,7 @@ def run_group(cases: list[Case]) -> list[dict[str, Any]]:
         found = [_row(one, said, recorded) for one in cases]
         whole = not said["status"]
         if whole and (case.size, case.context_length, case.dtype) in DRAWN and case.tool == "auto":
-            path = step_path(case.size, case.context_length, case.dtype, machine_name())
+            path = store.file_beside(TABLE, case, machine_name())
             condensed.condense(recorded, "step").to_json(path)
         return found
     return [dict(failed) for _ in cases]
@@ -236,4 +223,6 @@ def _row(case: Case, said: dict[str, Any], recorded: events.Trace) -> dict[str, 
     }
 
 
-TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS)
+TABLE = Table(
+    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, beside=("size", "context_length", "dtype")
+)
