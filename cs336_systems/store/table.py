@@ -25,7 +25,6 @@ class Table:
                 "measured with earlier code" (`store.provenance`).
     choices:    field → what may be asked for, in the grid or not: words, a range, or a function that makes the value of
                 a text (ValueError where it is none). Those of all fields make cases beyond the grid.
-    estimate_s: seconds that a group takes on a GPU, roughly.
     beside:     the fields that name the file of a row that has one, a recording, beside the CSV (`rows.file_beside`).
     forecast:   a line for each of some cases, said before they are measured.
 
@@ -40,7 +39,6 @@ class Table:
     run_group: Callable[..., Iterable[dict[str, Any]]]
     depends: tuple[str, ...] = ()
     choices: Mapping[str, Any] = field(default_factory=dict)
-    estimate_s: Callable[[Sequence[Any]], float] | None = None
     beside: tuple[str, ...] = ()
     forecast: Callable[[Sequence[Any]], Iterator[str]] | None = None
 
