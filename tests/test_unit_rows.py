@@ -437,6 +437,15 @@ def test_a_skipped_case_is_measured_again_elsewhere(fake, root, monkeypatch):
     assert status_of(fake, root) == {}
 
 
+def test_what_a_group_raises_is_the_status_of_the_cases_that_have_none(fake, root):
+    def run_group(cases):
+        yield {"ms_p50": 1.0}
+        raise Skip("needs a CUDA device")
+
+    measure(dataclasses.replace(fake, run_group=run_group), root)
+    assert status_of(fake, root) == {(size, "b"): "skipped: needs a CUDA device" for size in (1, 2, 30)}
+
+
 def test_an_error_is_a_row_and_the_others_still_run(fake, root, capsys):
     fake.RAISES[1, "b"] = KeyError("what")
     with pytest.raises(measuring.MeasurementError, match=r"1 cases of .* an error.*KeyError: 'what'"):

@@ -31,7 +31,7 @@ from cs336_systems.store.rows import (
     write,
     write_environment,
 )
-from cs336_systems.store.status import error_status, loses_context
+from cs336_systems.store.status import error_status, failure_is_a_row
 from cs336_systems.store.table import Table
 
 REFRESH = ("missing", "stale", "all")
@@ -175,18 +175,21 @@ def _fill(
 def _run(experiment: Table, group: list[Any]) -> tuple[list[dict[str, Any]], bool]:
     """The metrics of a group's cases, and whether the CUDA context was lost.
 
-    What was yielded before an exception stands, the cases after it are errors. The exception itself is not
+    What was yielded before an exception stands; it is the status of the cases after it. The exception itself is not
     kept: its frames hold tensors, whose memory the next group needs.
     """
     results: list[dict[str, Any]] = []
+    failed: dict[str, Any] = {}
     context_lost = False
     try:
-        for metrics in experiment.run_group(group):
-            results.append(metrics)
-    except Exception as error:
+        with failure_is_a_row(failed):
+            for metrics in experiment.run_group(group):
+                results.append(metrics)
+    except Exception as error:  # after which every case in this process would fail
         traceback.print_exc(file=sys.stderr)
-        results += [{"status": error_status(error)} for _ in group[len(results) :]]
-        context_lost = loses_context(error)
+        failed["status"], context_lost = error_status(error), True
+    if failed:
+        results += [dict(failed) for _ in group[len(results) :]]
     assert len(results) == len(group), f"run_group gave {len(results)} results for {len(group)} cases"
     for metrics in results:
         unknown = set(metrics) - {*experiment.metrics, "status"}

@@ -20,7 +20,7 @@ class Table:
     group:      the fields of `Case` that are equal within a group: what is measured, resumed and refreshed together.
     grid:       `grid(preset)`: every case of "full" (the handout's grid) or "smoke" (two CPU cores, at most 20 s).
     run_group:  measures the cases of one group in one process, in turns; one dict of metrics for each, in order. A dict
-                may carry `status` (see `store.status`).
+                may carry `status` (see `store.status`); what is raised is the status of the cases that have none yet.
     depends:    the files of the package, beside the module's own, that the numbers depend on: changing one makes rows
                 "measured with earlier code" (`store.provenance`).
     choices:    field → what may be asked for, in the grid or not: words, a range, or a function that makes the value of

@@ -25,7 +25,6 @@ from cs336_systems.chapters.shared.memory_cap import capped
 from cs336_systems.measure.clocks.steps import Steps
 from cs336_systems.measure.clocks.turns import Candidate, columns, prepared, time_together
 from cs336_systems.measure.device import comparable, default_device, give_back, synchronizer, torch_dtype
-from cs336_systems.store.status import oom_is_a_row
 from cs336_systems.store.table import Table
 
 if TYPE_CHECKING:
@@ -100,10 +99,8 @@ def _with_a_pair(compiled: bool = True) -> list[tuple[str, int]]:
 def run_group(cases: list[Case]) -> list[dict[str, Any]]:
     """Measures the cases of one shape, dtype and cap in turns."""
     device = default_device()
-    shared: dict[str, Any] = {}  # what keeps the whole group from being measured
-    with oom_is_a_row(shared), comparable() as precision, capped(cases[0].cap_gib, device):
+    with comparable() as precision, capped(cases[0].cap_gib, device):
         return [metrics | {"matmul_precision": precision} for metrics in _measured(cases, device)]
-    return [dict(shared) for _ in cases]
 
 
 def _measured(cases: list[Case], device: str) -> list[dict[str, Any]]:

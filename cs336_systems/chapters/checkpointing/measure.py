@@ -23,6 +23,7 @@ from cs336_systems.measure.clocks.steps import Steps
 from cs336_systems.measure.clocks.turns import columns, prepared, time_together
 from cs336_systems.measure.device import comparable, default_device, give_back
 from cs336_systems.sizes import ModelConfig, size
+from cs336_systems.store.status import Skip
 from cs336_systems.store.table import Table
 
 STRATEGIES = ("none", "halves", "blocks", "nested", "chained", "selective")
@@ -146,7 +147,7 @@ def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """Measures the strategies of one model in turns."""
     device, case = default_device(), cases[0]
     if device == "cpu" and (case.size != "tiny" or case.dtype == "tf32"):
-        return [{"status": "skipped: needs a CUDA device"} for _ in cases]
+        raise Skip("needs a CUDA device")
     found = _together(cases, device)
     give_back(device)
     return found

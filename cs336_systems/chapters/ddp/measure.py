@@ -34,7 +34,6 @@ from cs336_systems.measure.trace.overlap import Overlap
 from cs336_systems.sizes import size
 from cs336_systems.store import machine, process
 from cs336_systems.store import rows as store
-from cs336_systems.store.status import failure_is_a_row
 from cs336_systems.store.table import Table
 
 if TYPE_CHECKING:
@@ -131,11 +130,8 @@ def run_group(cases: list[Case]) -> list[dict[str, Any]]:
     """Measures the cases of one number of ranks together."""
     if cases[0].kind == "time":
         return on_ranks.measured(f"{__name__}:time_on_rank", cases, _refuse)
-    failed: dict[str, Any] = {}
-    with failure_is_a_row(failed):
-        _refuse(cases[0])
-        return _traced(cases)
-    return [dict(failed) for _ in cases]
+    _refuse(cases[0])
+    return _traced(cases)
 
 
 def _refuse(case: Case) -> None:

@@ -94,27 +94,23 @@ def run_group(cases: list[Case]) -> list[dict[str, Any]]:
     arguments = {
         "size": case.size, "context_length": case.context_length, "batch": case.batch, "dtype": case.dtype,
     }  # fmt: skip
-    failed: dict[str, Any] = {}
-    with failure_is_a_row(failed):
-        if not gpu_names():
-            step = steps.Case(case.size, case.context_length, "train_step", case.dtype, batch=case.batch)
-            steps.refuse(step, "cpu")
-        name = f"{case.size}_{case.context_length}_{case.dtype}_{case.tool}"
-        keep = store.recordings_folder("profiling") / name
-        if gpu_names() and case.tool == "auto" and nsys.find() is not None:
-            said, recorded = nsys.record_nsys(
-                f"{__name__}:under_nsys", arguments, timeout_s=_TIMEOUT_S, keep=keep
-            )
-            said["tool_version"] = nsys.version()
-        else:
-            said, recorded = _with_torch(arguments, keep / "trace.json.gz")
-        found = [_row(one, said, recorded) for one in cases]
-        whole = not said["status"]
-        if whole and (case.size, case.context_length, case.dtype) in DRAWN and case.tool == "auto":
-            path = store.file_beside(TABLE, case, machine_name())
-            condensed.condense(recorded, "step").to_json(path)
-        return found
-    return [dict(failed) for _ in cases]
+    if not gpu_names():
+        step = steps.Case(case.size, case.context_length, "train_step", case.dtype, batch=case.batch)
+        steps.refuse(step, "cpu")
+    keep = store.recordings_folder("profiling")
+    keep /= f"{case.size}_{case.context_length}_{case.dtype}_{case.tool}"
+    if gpu_names() and case.tool == "auto" and nsys.find() is not None:
+        said, recorded = nsys.record_nsys(
+            f"{__name__}:under_nsys", arguments, timeout_s=_TIMEOUT_S, keep=keep
+        )
+        said["tool_version"] = nsys.version()
+    else:
+        said, recorded = _with_torch(arguments, keep / "trace.json.gz")
+    found = [_row(one, said, recorded) for one in cases]
+    whole = not said["status"]
+    if whole and (case.size, case.context_length, case.dtype) in DRAWN and case.tool == "auto":
+        condensed.condense(recorded, "step").to_json(store.file_beside(TABLE, case, machine_name()))
+    return found
 
 
 class _Shape:

@@ -24,7 +24,6 @@ from cs336_systems.measure.clocks.steps import Steps
 from cs336_systems.measure.clocks.turns import Candidate, Phases, columns, prepared, time_together
 from cs336_systems.measure.device import comparable, default_device, give_back, peak_gib, torch_dtype
 from cs336_systems.store import numbers
-from cs336_systems.store.status import oom_is_a_row
 from cs336_systems.store.table import Table
 
 if TYPE_CHECKING:
@@ -113,13 +112,11 @@ def run_group(cases: Sequence[Case], warmup: int = 5, iters: int = 0) -> list[di
     import torch
 
     device = default_device()
-    shared: dict[str, Any] = {}
     every_shape = torch._dynamo.config.patch(recompile_limit=len(cases) + 8)
-    with oom_is_a_row(shared), comparable(), every_shape, capped(cases[0].cap_gib, device):
+    with comparable(), every_shape, capped(cases[0].cap_gib, device):
         candidates = prepared(cases, lambda candidate: _try_out(candidate, device), device)
         _time(candidates, device, warmup, iters)
         return [candidate.metrics for candidate in candidates]
-    return [dict(shared) for _ in cases]
 
 
 def _tensors(case: Case, device: str) -> list[torch.Tensor]:
