@@ -329,8 +329,8 @@ def test_second_run_measures_nothing(fake, root, monkeypatch):
     assert frame.groupby("size")["run"].nunique().eq(1).all()
     assert rows.environments("cpu-test", root) == {"env00001": {"cores": 2}}
 
-    for name in ("lock", "write", "write_environment"):  # nothing is written either
-        monkeypatch.delattr(measuring, name)
+    for module, name in ((measuring, "lock"), (rows, "write"), (rows, "write_environment")):
+        monkeypatch.delattr(module, name)  # nothing is written either
     assert measure(fake, root) == (0, ["fake_chapter on cpu-test: all 3 groups are measured"])
     assert len(fake.CALLS) == 6
 

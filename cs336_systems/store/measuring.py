@@ -17,20 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.store import provenance
+from cs336_systems.store import rows as store
 from cs336_systems.store.files import lock
 from cs336_systems.store.machine import environment_digest, has_module, machine_name, memory_of_others_gib
-from cs336_systems.store.rows import (
-    RUN_TIME,
-    TIME,
-    case_key,
-    csv_path,
-    group_key,
-    groups,
-    load,
-    seconds_of_groups,
-    write,
-    write_environment,
-)
 from cs336_systems.store.status import error_status, failure_is_a_row
 from cs336_systems.store.table import Table
 
@@ -53,7 +42,7 @@ def _due(
     current: Callable[[tuple, str], bool],
 ) -> bool:
     for case in group:
-        key = case_key(experiment, case)
+        key = store.case_key(experiment, case)
         row = known.get(key)
         if refresh == "all" or row is None or row["status"].startswith(("error", "oom:")):
             return True
@@ -95,15 +84,17 @@ def measure(
     provenance.digest_as_begun(experiment)
     current = provenance.current(experiment, root)
     for case in cases:
-        case_key(experiment, case)  # raises for what no file can keep
-    all_groups, path = groups(experiment, cases), csv_path(table, machine, root)
+        store.case_key(experiment, case)  # raises for what no file can keep
+    all_groups, path = store.groups(experiment, cases), store.csv_path(table, machine, root)
 
     def find_due(refresh: str = refresh) -> list[list[Any]]:
-        known = load(experiment, path)
+        known = store.load(experiment, path)
         due = [group for group in all_groups if _due(experiment, group, known, refresh, current)]
         failed = {key for key, row in known.items() if row["status"].startswith("error")}
         # what failed before comes last, so that it cannot keep the others from being measured
-        return sorted(due, key=lambda group: any(case_key(experiment, case) in failed for case in group))
+        return sorted(
+            due, key=lambda group: any(store.case_key(experiment, case) in failed for case in group)
+        )
 
     if refresh == "missing" and (old := len(find_due("stale")) - len(find_due())):
         log(
@@ -116,8 +107,8 @@ def measure(
         waiting = f"{table} on {machine}: another process is measuring it; waiting until it has ended"
         with lock(path.with_name(f".{table}.lock"), busy=lambda: log(waiting)):
             if due := find_due():
-                about, took = "", seconds_of_groups(experiment, machine, root)
-                keys = (group_key(experiment, group[0]) for group in due)
+                about, took = "", store.seconds_of_groups(experiment, machine, root)
+                keys = (store.group_key(experiment, group[0]) for group in due)
                 if known := [took[key] for key in keys if key in took]:
                     about = f", about {sum(known) / len(known) * len(due):.0f} s"
                 log(f"{table} on {machine}: {len(due)} of {len(all_groups)} groups to measure{about}")
@@ -142,22 +133,22 @@ def _fill(
             f"{table}: its code has changed since this process began, which measures what it was; "
             "restart it (a notebook: its kernel) to measure the code as it is"
         )
-    write_environment(machine, root)
+    store.write_environment(machine, root)
     failed, begin = [], time.monotonic()
     for number, group in enumerate(progress(due), 1):
         start = time.monotonic()
-        run = f"{datetime.now(UTC):{RUN_TIME}}-{secrets.token_hex(2)}"
+        run = f"{datetime.now(UTC):{store.RUN_TIME}}-{secrets.token_hex(2)}"
         what = ", ".join(f"{f}={getattr(group[0], f)}" for f in experiment.group)
         place = f"  [{number}/{len(due)}] {what}"
         log(place)  # it may take minutes
         results, context_lost = _run(experiment, group)
-        stamp = f"{datetime.now(UTC):{TIME}}"
+        stamp = f"{datetime.now(UTC):{store.TIME}}"
         told = {"run": run, "time_utc": stamp, "env": environment_digest(), "code": code}
         rows = [
             dataclasses.asdict(case) | {"status": "ok"} | metrics | told
             for case, metrics in zip(group, results, strict=True)
         ]
-        write(experiment, machine, rows, root)
+        store.write(experiment, machine, rows, root)
         failed += [row for row in rows if str(row["status"]).startswith("error")]
         left = (time.monotonic() - begin) / number * (len(due) - number)
         tally = " ".join(sorted({str(row["status"]).split(":")[0] for row in rows}))
