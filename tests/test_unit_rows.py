@@ -647,6 +647,9 @@ def test_a_group_is_told_before_it_takes_its_time(fake, root, monkeypatch, name,
     there = {"size": 1, "impl": "a", "causal": True, "rate": 0.1, "status": "ok", "ms_p50": 1.0}
     there |= {"run": "20261127T163954-d1f5", "time_utc": "2026-11-27T16:40:00Z", "env": "", "code": ""}
     rows.write(fake, "h200-x1", [there], root)
+    rows.write(
+        fake, "h200-x2", [there | {"status": "skipped: needs time", "time_utc": "2026-11-28T16:40:00Z"}], root
+    )
     monkeypatch.setattr(measuring, "machine_name", lambda: name)
 
     def run_group(cases):

@@ -336,7 +336,8 @@ def seconds_of_groups(
         if on_cpu(path.parent.name) != on_cpu(machine):
             continue
         with suppress(ValueError):
-            for key, row in load(experiment, path).items():
+            measured = {key: row for key, row in load(experiment, path).items() if is_measured(row["status"])}
+            for key, row in measured.items():
                 began = datetime.strptime(row["run"].partition("-")[0], RUN_TIME)
                 took = datetime.strptime(row["time_utc"], TIME) - began
                 found[group_key(experiment, experiment.Case(*key))] = took.total_seconds()
