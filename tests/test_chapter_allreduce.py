@@ -17,6 +17,7 @@ from cs336_systems.chapters.allreduce import ranks
 from cs336_systems.chapters.allreduce import show as page
 from cs336_systems.chapters.allreduce.measure import MB, Case
 from cs336_systems.launch.group import process_group
+from cs336_systems.launch.start import LaunchError
 from cs336_systems.report.tables import printed
 from cs336_systems.store import machine, measuring, rows, selection
 
@@ -111,10 +112,11 @@ def test_a_machine_with_too_few_gpus_skips(monkeypatch):
     """Nothing is launched, and the rest of the grid is not in the way."""
     monkeypatch.setattr(machine, "gpu_names", lambda: ["NVIDIA H200"] * 2)
     case = Case("nccl", "cuda", 4, MB)
-    assert allreduce.run_group([case, case]) == [{"status": "skipped: needs 4 GPUs"}] * 2
-    assert allreduce.estimate_s([case]) == 0
+    assert allreduce.run_group([case, case]) == [{"status": "skipped: needs 4 GPUs; there are 2"}] * 2
     monkeypatch.setattr(machine, "gpu_names", lambda: [])
-    assert allreduce.run_group([Case("nccl", "cuda", 1, MB)]) == [{"status": "skipped: needs 1 GPU"}]
+    assert allreduce.run_group([Case("nccl", "cuda", 1, MB)]) == [
+        {"status": "skipped: needs 1 GPU; there are 0"}
+    ]
 
 
 def test_a_machine_with_too_little_memory_skips(monkeypatch):
@@ -124,14 +126,14 @@ def test_a_machine_with_too_little_memory_skips(monkeypatch):
 
 
 def test_a_process_that_fails_makes_error_rows_and_the_next_group_runs(results_root, monkeypatch):
-    from cs336_systems.launch import start as module
+    from cs336_systems.chapters.shared import on_ranks
 
     def launch(function, world_size, *args, **options):
         if world_size == 2:
-            raise module.LaunchError("rank 1 of 2: signal SIGKILL\nand more", 1)
+            raise LaunchError("rank 1 of 2: signal SIGKILL\nand more", 1)
         return [[{"ms_p50": 1.0}] * 7] * world_size
 
-    monkeypatch.setattr(module, "launch", launch)
+    monkeypatch.setattr(on_ranks, "launch", launch)
     with pytest.raises(measuring.MeasurementError, match="7 cases of allreduce ended in an error"):
         measuring.measure(allreduce.TABLE, allreduce.grid("smoke"), log=lambda line: None)
     found = rows.read(allreduce.TABLE, machine.machine_name())

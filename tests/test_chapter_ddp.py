@@ -14,7 +14,6 @@ from cs336_systems.chapters.ddp import measure as ddp
 from cs336_systems.chapters.ddp import show as page
 from cs336_systems.chapters.ddp.measure import Case
 from cs336_systems.chapters.zero import measure as zero
-from cs336_systems.launch.start import LaunchError
 from cs336_systems.measure.trace import nsys
 from cs336_systems.measure.trace import overlap as trace_overlap
 from cs336_systems.measure.trace.events import Range, Trace
@@ -50,8 +49,6 @@ def test_full_grid_is_what_the_problems_ask_for():
         assert dataclasses.replace(c, wrapper="none", bucket_mb=0.0, repeat=0, kind="time") in cases
     for group in rows.groups(ddp.TABLE, cases):
         assert len({(c.context_length, c.name) for c in group}) == len(group)
-    two = [c for c in cases if c.world_size <= 2]
-    assert sum(ddp.estimate_s(g) for g in rows.groups(ddp.TABLE, two)) < 400
 
 
 # ------------------------------------------------------------------------------------------------ measuring
@@ -80,7 +77,7 @@ def test_a_recorded_group(results_root):
         assert row["source"] == "torch-cpu" and row["tool_version"]
         assert 0 < row["communication_ms"] < row["traced_ms"] and 0 < row["compute_ms"] < row["traced_ms"]
         assert 0 <= row["backward_overlap_ms"] <= row["overlap_ms"] <= row["communication_ms"]
-        steps = trace_overlap.from_json(ddp.overlap_path(c, machine.machine_name(), results_root))
+        steps = trace_overlap.from_json(rows.file_beside(ddp.TABLE, c, machine.machine_name(), results_root))
         assert len(steps) == 2 and [name for name, *_ in steps[0].phases][:2] == ["forward", "backward"]
     assert found[0]["messages"] == 22 and found[0]["backward_overlap_ms"] == 0
     assert found[1]["messages"] == 8  # seven buckets, and which gradients there are
@@ -95,34 +92,6 @@ def test_what_a_machine_cannot_run_says_what_it_needs(monkeypatch):
     assert len(large) == 2 and all("8.0 GiB are free" in row["status"] for row in large)
     monkeypatch.setattr(machine, "gpu_names", lambda: ["NVIDIA H200"])
     assert [r["status"] for r in ddp.run_group([case()])] == ["skipped: needs 2 GPUs; there is 1"]
-
-
-@without_gpu
-def test_memory_that_runs_out_together_sends_each_alone(monkeypatch):
-    calls = []
-
-    def launched(cases):
-        calls.append(len(cases))
-        if len(cases) > 1 or cases[0].wrapper == "flat":
-            raise RuntimeError("rank 0 of 2: OutOfMemoryError: CUDA out of memory")
-        return [{"step_ms_p50": 1.0}]
-
-    monkeypatch.setattr(ddp, "_launch", lambda function, cases: [launched(cases)])
-    found = list(ddp.run_group([case(), case(wrapper="flat")]))
-    assert calls == [2, 1, 1] and found == [{"step_ms_p50": 1.0}, {"status": "oom"}]
-
-
-@without_gpu
-def test_a_rank_that_fails_is_an_error_in_all_rows(monkeypatch, capsys):
-    def launched(cases):
-        raise LaunchError("rank 1 of 2: signal SIGKILL\nwhat it said", 1)
-
-    monkeypatch.setattr(ddp, "_launch", lambda function, cases: [launched(cases)])
-    assert (
-        list(ddp.run_group([case(), case()]))
-        == [{"status": "error: LaunchError: rank 1 of 2: signal SIGKILL"}] * 2
-    )
-    assert "what it said" in capsys.readouterr().err
 
 
 @without_gpu
@@ -179,7 +148,10 @@ def test_on_two_gpus(results_root):
     traced = [dataclasses.replace(c, kind="trace") for c in group[2:]]
     for c, row in zip(traced, ddp.run_group(traced), strict=True):
         assert "status" not in row and row["communication_ms"] > 0
-        assert len(trace_overlap.from_json(ddp.overlap_path(c, machine.machine_name(), results_root))) == 2
+        assert (
+            len(trace_overlap.from_json(rows.file_beside(ddp.TABLE, c, machine.machine_name(), results_root)))
+            == 2
+        )
 
 
 # ------------------------------------------------------------------------------------------------ page
@@ -325,7 +297,7 @@ def test_figures(results_root):
     chapter = chapters.read("ddp", machine="x", preset="full")
     assert len(page.trace_figure(chapter, ("naive", "overlapped")).axes) == 1, "no traces were kept"
     for wrapper in ("naive", "overlapped"):
-        path = ddp.overlap_path(Case("xl", 1024, wrapper, kind="trace"), "x", results_root)
+        path = rows.file_beside(ddp.TABLE, Case("xl", 1024, wrapper, kind="trace"), "x", results_root)
         path.parent.mkdir(exist_ok=True)
         trace_overlap.to_json([TRACED] * 2, path)
     drawn = page.trace_figure(chapter, ("naive", "overlapped")).axes

@@ -45,17 +45,17 @@ def test_full_covers_the_grid_of_the_handout():
     for context, mode, dtype in itertools.product((128, 256, 512), memory.MODES, memory.DTYPES):
         assert memory.Case("2.7B", context, mode, dtype) in cases
     assert {c.size for c in cases if c.mode == "train_step"} == set(HANDOUT_SIZES)
-    assert sum(memory.estimate_s([case]) for case in cases) < 900
     assert len(store.groups(memory.TABLE, cases)) == len(cases)  # a process for each case
 
 
 def test_timelines_lie_beside_the_csv_and_have_names_of_their_own(tmp_path):
     drawn = [c for preset in selection.PRESETS for c in memory.grid(preset) if memory.drawn(c)]
-    paths = {memory.timeline_path(c, MACHINE, tmp_path) for c in drawn}
+    paths = {store.file_beside(memory.TABLE, c, MACHINE, tmp_path) for c in drawn}
     assert len(paths) == len(drawn) < 35
     assert {p.parent for p in paths} == {store.csv_path("memory", MACHINE, tmp_path).with_suffix("")}
     assert tmp_path / MACHINE / "memory" / "2.7B_512_train_step_fp32_fused.json" in paths
-    assert memory.snapshot_folder(tmp_path / "results") == tmp_path / "_build" / "memory"  # not among results
+    # not among results
+    assert store.recordings_folder("memory", tmp_path / "results") == tmp_path / "_build" / "memory"
 
 
 # --------------------------------------------------------------------------------- tensors, on a CPU
@@ -127,7 +127,7 @@ def test_timelines_of_the_smoke_preset_are_those_of_their_rows(smoke):
     frame, root = smoke
     for row in frame[frame["repeat"] == 0].to_dict("records"):
         case = memory.Case(**{f: row[f] for f in store.case_fields(memory.TABLE)})
-        path = memory.timeline_path(case, machine_name(), root)
+        path = store.file_beside(memory.TABLE, case, machine_name(), root)
         found = Timeline.from_json(path)
         assert path.stat().st_size < 60_000
         names = [stage.name for stage in found.stages]
@@ -159,8 +159,7 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(memory, "machine_name", lambda: MACHINE)
 
 
-def test_each_case_is_a_process_and_a_failure_is_a_row(fake_gpu, monkeypatch, tmp_path, results_root, capsys):
-    monkeypatch.setenv(memory.SNAPSHOTS, str(tmp_path / "raw"))
+def test_each_case_is_a_process_and_a_failure_is_a_row(fake_gpu, monkeypatch, results_root, capsys):
     calls = []
 
     def fake_call(function, arguments, timeout_s):
@@ -178,7 +177,7 @@ def test_each_case_is_a_process_and_a_failure_is_a_row(fake_gpu, monkeypatch, tm
     assert {function for function, _ in calls} == {"cs336_systems.chapters.memory.measure:alone"}
     assert [memory.Case(**arguments["case"]) for _, arguments in calls] == cases
     name = "2.7B_512_forward_bf16_fused"
-    assert calls[1][1]["raw"] == str(tmp_path / "raw" / f"{name}.pickle")
+    assert calls[1][1]["raw"] == str(store.recordings_folder("memory") / f"{name}.pickle")
     assert calls[1][1]["file"] == str(results_root / MACHINE / "memory" / f"{name}.json")
     assert calls[2][1]["raw"] is None and calls[2][1]["file"] is None  # no figure shows this one
     assert "SIGSEGV" in capsys.readouterr().err
@@ -394,17 +393,16 @@ def test_on_a_gpu(mode, dtype):
 
 
 @pytest.mark.gpu
-def test_a_timeline_on_a_gpu(results_root, monkeypatch, tmp_path):
-    monkeypatch.setenv(memory.SNAPSHOTS, str(tmp_path))
+def test_a_timeline_on_a_gpu(results_root):
     case = memory.Case("tiny", 128, "train_step")
     [metrics] = memory.run_group([case])
     assert "status" not in metrics, metrics
-    path = memory.timeline_path(case, machine_name())
+    path = store.file_beside(memory.TABLE, case, machine_name())
     found = Timeline.from_json(path)
     step = ["forward", "loss", "backward", "optimizer"]
     assert [s.name for s in found.stages] == ["model", *step, *(f"{name} 2" for name in step)]
     assert path.stat().st_size < 60_000
-    assert (tmp_path / path.with_suffix(".pickle").name).is_file()
+    assert (store.recordings_folder("memory") / path.with_suffix(".pickle").name).is_file()
 
 
 @pytest.mark.gpu

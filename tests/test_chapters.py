@@ -19,7 +19,8 @@ import step_rows
 from cs336_systems import chapters
 from cs336_systems.report.claims import execute
 from cs336_systems.report.coverage import chapters_in_toc, parts
-from cs336_systems.store import rows, selection
+from cs336_systems.store import measuring, rows, selection
+from cs336_systems.store.machine import machine_name
 
 torch = pytest.importorskip("torch")
 from torch.overrides import TorchFunctionMode  # noqa: E402
@@ -63,7 +64,6 @@ def test_grids(table, preset):
     repeats = hasattr(cases[0], "repeat") and table != "training_run"  # which takes minutes
     assert not repeats or any(case.repeat for case in cases)
     for group in rows.groups(experiment, cases):
-        assert not experiment.estimate_s or 0 <= experiment.estimate_s(group) < 900
         if table not in UNPAIRED:
             assert any(case.repeat for case in group)
             assert {dataclasses.replace(case, repeat=0) for case in group if case.repeat} <= set(group)
@@ -81,12 +81,13 @@ class NothingFits(TorchFunctionMode):
 @pytest.mark.parametrize(
     "table", ["attention", "benchmarking", "hardware", "mixed_precision", "profiling", "training_sweep"]
 )
-def test_a_group_that_does_not_fit_is_rows_and_leaves_the_precision_as_it_was(table):
+def test_a_group_that_does_not_fit_is_rows_and_leaves_the_precision_as_it_was(table, results_root):
     experiment = chapters.load(table)
     group = rows.groups(experiment, experiment.grid("smoke"))[0]
     torch.set_float32_matmul_precision("medium")
     with NothingFits():
-        assert [metrics["status"] for metrics in experiment.run_group(group)] == ["oom"] * len(group)
+        measuring.measure(experiment, group, log=lambda line: None)
+    assert [*rows.read(experiment, machine_name())["status"]] == ["oom"] * len(group)
     assert torch.get_float32_matmul_precision() == "medium"
 
 

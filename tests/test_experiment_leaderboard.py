@@ -56,15 +56,9 @@ def measured(table, *impls, **change):
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 def test_every_short_group_has_one_pair(table, preset):
     for group in store.groups(table, table.grid(preset)):
-        assert 0 < table.estimate_s(group) < 90
         if getattr(group[0], "rep_ms", 0) < OFFICIAL_MS:
             [again] = [c for c in group if c.repeat == 1]
             assert dataclasses.replace(again, repeat=0) in group
-
-
-@pytest.mark.parametrize(("preset", "budget_s"), [("full", 1150), ("smoke", 35)])
-def test_the_budget(preset, budget_s):
-    assert sum(t.estimate_s(g) for t in TABLES for g in store.groups(t, t.grid(preset))) < budget_s
 
 
 def test_the_work_is_the_leaderboards():

@@ -53,7 +53,7 @@ def run_group(cases):
 class Fake(Table):
     CALLS, RAISES = CALLS, RAISES
 
-TABLE = Fake(__name__, Case, METRICS, GROUP, grid, run_group)
+TABLE = Fake(__name__, Case, METRICS, GROUP, grid, run_group, beside=("impl", "size"))
 """
 
 
@@ -329,8 +329,8 @@ def test_second_run_measures_nothing(fake, root, monkeypatch):
     assert frame.groupby("size")["run"].nunique().eq(1).all()
     assert rows.environments("cpu-test", root) == {"env00001": {"cores": 2}}
 
-    for name in ("lock", "write", "write_environment"):  # nothing is written either
-        monkeypatch.delattr(measuring, name)
+    for module, name in ((measuring, "lock"), (rows, "write"), (rows, "write_environment")):
+        monkeypatch.delattr(module, name)  # nothing is written either
     assert measure(fake, root) == (0, ["fake_chapter on cpu-test: all 3 groups are measured"])
     assert len(fake.CALLS) == 6
 
@@ -435,6 +435,15 @@ def test_a_skipped_case_is_measured_again_elsewhere(fake, root, monkeypatch):
     fake.RAISES.clear()
     assert measure(fake, root)[0] == 1
     assert status_of(fake, root) == {}
+
+
+def test_what_a_group_raises_is_the_status_of_the_cases_that_have_none(fake, root):
+    def run_group(cases):
+        yield {"ms_p50": 1.0}
+        raise Skip("needs a CUDA device")
+
+    measure(dataclasses.replace(fake, run_group=run_group), root)
+    assert status_of(fake, root) == {(size, "b"): "skipped: needs a CUDA device" for size in (1, 2, 30)}
 
 
 def test_an_error_is_a_row_and_the_others_still_run(fake, root, capsys):
@@ -631,16 +640,22 @@ def test_merge_takes_rows_from_before_a_number_was_measured(fake, root, tmp_path
     assert pd.isna(read("ms_p50")).all()
 
 
-@pytest.mark.parametrize(("name", "end"), [("cpu-x1", "measure"), ("h100-x1", "measure, about 6 s")])
+@pytest.mark.parametrize(("name", "end"), [("cpu-2", "measure"), ("h100-x1", "measure, about 6 s")])
 def test_a_group_is_told_before_it_takes_its_time(fake, root, monkeypatch, name, end):
-    """And a machine without a GPU promises none: what experiments estimate is that of GPUs."""
+    """And how long it took on another machine of the kind, by when its run began and ended there."""
     lines, told = [], []
+    there = {"size": 1, "impl": "a", "causal": True, "rate": 0.1, "status": "ok", "ms_p50": 1.0}
+    there |= {"run": "20261127T163954-d1f5", "time_utc": "2026-11-27T16:40:00Z", "env": "", "code": ""}
+    rows.write(fake, "h200-x1", [there], root)
+    rows.write(
+        fake, "h200-x2", [there | {"status": "skipped: needs time", "time_utc": "2026-11-28T16:40:00Z"}], root
+    )
     monkeypatch.setattr(measuring, "machine_name", lambda: name)
 
     def run_group(cases):
         told.extend(lines)
         return [{"ms_p50": 1.0} for _ in cases]
 
-    fake = dataclasses.replace(fake, run_group=run_group, estimate_s=lambda group: 6.0)
+    fake = dataclasses.replace(fake, run_group=run_group)
     measuring.measure(fake, fake.grid("smoke")[:1], root=root, log=lines.append)
     assert told[0].endswith(f"1 groups to {end}") and told[1:] == ["  [1/1] size=1"]

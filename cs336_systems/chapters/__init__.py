@@ -9,8 +9,8 @@ in `shared`. `index` is the book's first page; `parallelism` and `speedrun` meas
 Each of these modules ends with its `TABLE` (`store.table.Table`). A table that is timed writes down how one case is
 prepared, its phases and the columns that only it has; turns, clocks and statistics are `measure.clocks`'.
 
-A chapter of several processes has a field `world_size` in `Case`, and measures by `launch.start.launch`. That call
-starts processes on this machine, or uses those that torchrun has started, when the chapter is run under it:
+A chapter of several processes has a field `world_size` in `Case`, and measures by `shared.on_ranks`. That starts
+processes on this machine, or uses those that torchrun has started, when the chapter is run under it:
 
     torchrun --nproc-per-node 2 -m cs336_systems run allreduce
 """

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 KERNEL = "python3"
-FOLDERS = ("CS336_RESULTS", "CS336_SNAPSHOTS", "CS336_TRACES")  # variables that name one
 
 
 def check(notebook: Path, given: Iterable[str]) -> None:
@@ -37,8 +36,8 @@ def check(notebook: Path, given: Iterable[str]) -> None:
 
 @contextmanager
 def own_kernel() -> Iterator[None]:
-    """Makes the kernel `python3` mean this interpreter, whatever is registered in the user's home, and the folders that
-    variables name those that they are here: it runs in the checkout."""
+    """Makes the kernel `python3` mean this interpreter, whatever is registered in the user's home, and the folder of
+    the results the one that it is here: it runs in the checkout."""
     before = os.environ.copy()
     with tempfile.TemporaryDirectory() as folder:
         spec = Path(folder) / "kernels" / KERNEL
@@ -52,9 +51,8 @@ def own_kernel() -> Iterator[None]:
         )
         path = before.get("JUPYTER_PATH")
         os.environ["JUPYTER_PATH"] = folder + (os.pathsep + path if path else "")
-        for name in FOLDERS:
-            if before.get(name):
-                os.environ[name] = str(Path(before[name]).expanduser().absolute())
+        if named := before.get("CS336_RESULTS"):
+            os.environ["CS336_RESULTS"] = str(Path(named).expanduser().absolute())
         try:
             yield
         finally:

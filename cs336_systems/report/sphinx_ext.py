@@ -35,8 +35,7 @@ def setup(app: Any) -> dict[str, bool | str]:
     app.parallel = 2 * (os.cpu_count() or 1)
     app.connect("env-updated", _no_failed_notebook)
     app.connect("config-inited", _mend_extensions)
-    app.connect("config-inited", _links)
-    app.connect("doctree-resolved", _code_links)
+    app.connect("config-inited", _link_to_pdf)
     app.connect("doctree-resolved", _boxes)
     app.connect("build-finished", _narrow)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
@@ -63,18 +62,12 @@ def _mend_extensions(app: Any, config: Any) -> None:
         listeners[:] = [one for one in listeners if one.handler.__module__ != "sphinx_thebe"]
 
 
-def _links(app: Any, config: Any) -> None:
-    """In each page's footer the PDF, where there will be one. Where `repository: url:` of `_config.yml` names one: its
-    button, and one that opens a notebook in Colab."""
-    options = config["html_theme_options"]
+def _link_to_pdf(app: Any, config: Any) -> None:
+    """In each page's footer the PDF, where there will be one."""
     if os.environ.get(PDF_VARIABLE) == "1":
-        options["extra_footer"] = '<a href="cs336-systems.pdf">The whole book as a PDF</a>'
-    if options.get("repository_url"):
-        options |= {"use_repository_button": True, "path_to_docs": "book"}
-        options["launch_buttons"] = {
-            "notebook_interface": "jupyterlab",
-            "colab_url": "https://colab.research.google.com",
-        }
+        config["html_theme_options"]["extra_footer"] = (
+            '<a href="cs336-systems.pdf">The whole book as a PDF</a>'
+        )
 
 
 def _boxes(app: Any, doctree: Any, page: str) -> None:
@@ -85,26 +78,6 @@ def _boxes(app: Any, doctree: Any, page: str) -> None:
         for box in list(doctree.findall(nodes.admonition)):
             if box["ids"]:
                 box.parent.insert(box.parent.index(box), nodes.target("", "", ids=box["ids"]))
-
-
-def _code_links(app: Any, doctree: Any, page: str) -> None:
-    """Names of files in the text (of the package, of tests/, of the project) become links into the repository."""
-    from docutils import nodes
-
-    options = app.config["html_theme_options"]
-    if app.builder.format != "html" or not (url := options.get("repository_url")):
-        return
-    project = Path(app.srcdir).parent
-    for literal in list(doctree.findall(nodes.literal)):
-        name = literal.astext()
-        paths = (f"cs336_systems/{name}", f"tests/{name}", name)
-        known = Path.is_dir if name.endswith("/") else Path.is_file
-        found = next((path for path in paths if known(project / path)), None)
-        if found and not isinstance(literal.parent, nodes.reference):
-            branch = options.get("repository_branch") or "main"
-            link = nodes.reference("", "", refuri=f"{url}/tree/{branch}/{found}")
-            literal.replace_self(link)
-            link += literal
 
 
 def _narrow(app: Any, error: Exception | None) -> None:

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.store import provenance
+from cs336_systems.store import rows as store
 from cs336_systems.store.files import lock
 from cs336_systems.store.machine import environment_digest, has_module, machine_name, memory_of_others_gib
-from cs336_systems.store.rows import TIME, case_key, csv_path, groups, load, write, write_environment
-from cs336_systems.store.status import error_status, loses_context
+from cs336_systems.store.status import error_status, failure_is_a_row
 from cs336_systems.store.table import Table
 
 REFRESH = ("missing", "stale", "all")
@@ -42,7 +42,7 @@ def _due(
     current: Callable[[tuple, str], bool],
 ) -> bool:
     for case in group:
-        key = case_key(experiment, case)
+        key = store.case_key(experiment, case)
         row = known.get(key)
         if refresh == "all" or row is None or row["status"].startswith(("error", "oom:")):
             return True
@@ -84,15 +84,17 @@ def measure(
     provenance.digest_as_begun(experiment)
     current = provenance.current(experiment, root)
     for case in cases:
-        case_key(experiment, case)  # raises for what no file can keep
-    all_groups, path = groups(experiment, cases), csv_path(table, machine, root)
+        store.case_key(experiment, case)  # raises for what no file can keep
+    all_groups, path = store.groups(experiment, cases), store.csv_path(table, machine, root)
 
     def find_due(refresh: str = refresh) -> list[list[Any]]:
-        known = load(experiment, path)
+        known = store.load(experiment, path)
         due = [group for group in all_groups if _due(experiment, group, known, refresh, current)]
         failed = {key for key, row in known.items() if row["status"].startswith("error")}
         # what failed before comes last, so that it cannot keep the others from being measured
-        return sorted(due, key=lambda group: any(case_key(experiment, case) in failed for case in group))
+        return sorted(
+            due, key=lambda group: any(store.case_key(experiment, case) in failed for case in group)
+        )
 
     if refresh == "missing" and (old := len(find_due("stale")) - len(find_due())):
         log(
@@ -105,9 +107,10 @@ def measure(
         waiting = f"{table} on {machine}: another process is measuring it; waiting until it has ended"
         with lock(path.with_name(f".{table}.lock"), busy=lambda: log(waiting)):
             if due := find_due():
-                about = ""
-                if experiment.estimate_s and not machine.startswith("cpu-"):  # estimates are those of GPUs
-                    about = f", about {sum(map(experiment.estimate_s, due)):.0f} s"
+                about, took = "", store.seconds_of_groups(experiment, machine, root)
+                keys = (store.group_key(experiment, group[0]) for group in due)
+                if known := [took[key] for key in keys if key in took]:
+                    about = f", about {sum(known) / len(known) * len(due):.0f} s"
                 log(f"{table} on {machine}: {len(due)} of {len(all_groups)} groups to measure{about}")
                 _fill(experiment, machine, due, root, log, progress)
                 return len(due)
@@ -130,22 +133,22 @@ def _fill(
             f"{table}: its code has changed since this process began, which measures what it was; "
             "restart it (a notebook: its kernel) to measure the code as it is"
         )
-    write_environment(machine, root)
+    store.write_environment(machine, root)
     failed, begin = [], time.monotonic()
     for number, group in enumerate(progress(due), 1):
         start = time.monotonic()
-        run = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(2)}"
+        run = f"{datetime.now(UTC):{store.RUN_TIME}}-{secrets.token_hex(2)}"
         what = ", ".join(f"{f}={getattr(group[0], f)}" for f in experiment.group)
         place = f"  [{number}/{len(due)}] {what}"
         log(place)  # it may take minutes
         results, context_lost = _run(experiment, group)
-        stamp = f"{datetime.now(UTC):{TIME}}"
+        stamp = f"{datetime.now(UTC):{store.TIME}}"
         told = {"run": run, "time_utc": stamp, "env": environment_digest(), "code": code}
         rows = [
             dataclasses.asdict(case) | {"status": "ok"} | metrics | told
             for case, metrics in zip(group, results, strict=True)
         ]
-        write(experiment, machine, rows, root)
+        store.write(experiment, machine, rows, root)
         failed += [row for row in rows if str(row["status"]).startswith("error")]
         left = (time.monotonic() - begin) / number * (len(due) - number)
         tally = " ".join(sorted({str(row["status"]).split(":")[0] for row in rows}))
@@ -163,18 +166,21 @@ def _fill(
 def _run(experiment: Table, group: list[Any]) -> tuple[list[dict[str, Any]], bool]:
     """The metrics of a group's cases, and whether the CUDA context was lost.
 
-    What was yielded before an exception stands, the cases after it are errors. The exception itself is not
+    What was yielded before an exception stands; it is the status of the cases after it. The exception itself is not
     kept: its frames hold tensors, whose memory the next group needs.
     """
     results: list[dict[str, Any]] = []
+    failed: dict[str, Any] = {}
     context_lost = False
     try:
-        for metrics in experiment.run_group(group):
-            results.append(metrics)
-    except Exception as error:
+        with failure_is_a_row(failed):
+            for metrics in experiment.run_group(group):
+                results.append(metrics)
+    except Exception as error:  # after which every case in this process would fail
         traceback.print_exc(file=sys.stderr)
-        results += [{"status": error_status(error)} for _ in group[len(results) :]]
-        context_lost = loses_context(error)
+        failed["status"], context_lost = error_status(error), True
+    if failed:
+        results += [dict(failed) for _ in group[len(results) :]]
     assert len(results) == len(group), f"run_group gave {len(results)} results for {len(group)} cases"
     for metrics in results:
         unknown = set(metrics) - {*experiment.metrics, "status"}

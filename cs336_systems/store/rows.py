@@ -3,8 +3,8 @@
 One CSV a table and machine. A row is a case, its metrics, a status, and where it comes from:
 
     status    `ok`, `oom`, `skipped: why`, `error: what` (`store.status`)
-    run       one id for the rows that a group was given at one time: measured in one process, interleaved; ratios stay
-              within a run
+    run       one id for the rows that a group was given at one time, and when it began: measured in one process,
+              interleaved; ratios stay within a run
     time_utc  when the group ended
     env       digest of the environment (`machine.json` beside the CSV spells it out)
     code      digest of the files that the number depends on (`store.provenance`)
@@ -39,7 +39,7 @@ from cs336_systems.store.status import check_status, is_hindered, is_measured
 from cs336_systems.store.table import Table
 
 _MACHINE = re.compile(r"(\w[\w.+-]*)?")  # empty: none
-TIME = "%Y-%m-%dT%H:%M:%SZ"
+TIME, RUN_TIME = "%Y-%m-%dT%H:%M:%SZ", "%Y%m%dT%H%M%S"  # of `time_utc`, and of what `run` begins with
 PROVENANCE = ("status", "run", "time_utc", "env", "code")
 _BOOLS = {"True": True, "true": True, "1": True, "False": False, "false": False, "0": False}
 
@@ -64,6 +64,17 @@ def csv_path(table: str, machine: str, root: Path | None = None) -> Path:
     if not _MACHINE.fullmatch(machine):
         raise ValueError(f"machine {machine!r}: allowed are letters, digits, and . _ + - within")
     return (root or results_root()) / machine / f"{table}.csv"
+
+
+def file_beside(experiment: Table, case: Any, machine: str, root: Path | None = None) -> Path:
+    """The JSON file of a case, a condensed recording: in a folder beside the table's CSV that has its name."""
+    name = "_".join(_text(getattr(case, field)) for field in experiment.beside)
+    return csv_path(experiment.name, machine, root).with_suffix("") / f"{name}.json"
+
+
+def recordings_folder(table: str, root: Path | None = None) -> Path:
+    """Where whole recordings stay, which are too large for results: `_build/<table>` beside their folder."""
+    return (root or results_root()).resolve().parent / "_build" / table
 
 
 def case_fields(experiment: Table) -> list[str]:
@@ -285,20 +296,14 @@ def merge(
             if taken:
                 texts[target] = _csv(experiment, here | newer)
             merged.append((path.parent.name, path.stem, len(taken), len(rows)))
+            cases = (experiment.Case(*key) for key in taken)
+            theirs = {file_beside(experiment, case, path.parent.name, root) for case in cases}
             for name, text in beside.get(path, {}).items():
                 copy = target.with_suffix("") / name
-                if not copy.is_file() or any(_is_named_after(key, copy.stem) for key in taken):
+                if copy in theirs or not copy.is_file():
                     texts[copy] = text
         replace(texts)
     return merged
-
-
-def _is_named_after(key: tuple[Any, ...], stem: str) -> bool:
-    """Whether a name is made of values of a case, with `_` between them."""
-    rest = f"_{stem}_"
-    for value in map(_text, key):
-        rest = rest.replace(f"_{value}_", "_", 1)
-    return rest == "_"
 
 
 def _wins(row: Mapping[str, str], here: Mapping[str, str]) -> bool:
@@ -310,5 +315,30 @@ def groups(experiment: Table, cases: Sequence[Any]) -> list[list[Any]]:
     """The cases put together by the fields that the experiment names in `GROUP`, in their order."""
     out: dict[tuple[Any, ...], list[Any]] = {}
     for case in cases:
-        out.setdefault(tuple(getattr(case, field) for field in experiment.group), []).append(case)
+        out.setdefault(group_key(experiment, case), []).append(case)
     return list(out.values())
+
+
+def group_key(experiment: Table, case: Any) -> tuple[Any, ...]:
+    """What the cases of a group have in common."""
+    return tuple(getattr(case, field) for field in experiment.group)
+
+
+def seconds_of_groups(
+    experiment: Table, machine: str, root: Path | None = None
+) -> dict[tuple[Any, ...], float]:
+    """`group_key` → how long a group took when its rows were measured: on this machine, else on another one that has
+    a GPU if this one has. Files that cannot be read are left out."""
+    found: dict[tuple[Any, ...], float] = {}
+    on_cpu = lambda name: name.startswith("cpu-")
+    paths = sorted((root or results_root()).glob(f"*/{experiment.name}.csv"))
+    for path in sorted(paths, key=lambda path: path.parent.name == machine):
+        if on_cpu(path.parent.name) != on_cpu(machine):
+            continue
+        with suppress(ValueError):
+            measured = {key: row for key, row in load(experiment, path).items() if is_measured(row["status"])}
+            for key, row in measured.items():
+                began = datetime.strptime(row["run"].partition("-")[0], RUN_TIME)
+                took = datetime.strptime(row["time_utc"], TIME) - began
+                found[group_key(experiment, experiment.Case(*key))] = took.total_seconds()
+    return found

@@ -20,12 +20,12 @@ class Table:
     group:      the fields of `Case` that are equal within a group: what is measured, resumed and refreshed together.
     grid:       `grid(preset)`: every case of "full" (the handout's grid) or "smoke" (two CPU cores, at most 20 s).
     run_group:  measures the cases of one group in one process, in turns; one dict of metrics for each, in order. A dict
-                may carry `status` (see `store.status`).
+                may carry `status` (see `store.status`); what is raised is the status of the cases that have none yet.
     depends:    the files of the package, beside the module's own, that the numbers depend on: changing one makes rows
                 "measured with earlier code" (`store.provenance`).
     choices:    field → what may be asked for, in the grid or not: words, a range, or a function that makes the value of
                 a text (ValueError where it is none). Those of all fields make cases beyond the grid.
-    estimate_s: seconds that a group takes on a GPU, roughly.
+    beside:     the fields that name the file of a row that has one, a recording, beside the CSV (`rows.file_beside`).
     forecast:   a line for each of some cases, said before they are measured.
 
     Nothing of it needs torch before `run_group` is called.
@@ -39,7 +39,7 @@ class Table:
     run_group: Callable[..., Iterable[dict[str, Any]]]
     depends: tuple[str, ...] = ()
     choices: Mapping[str, Any] = field(default_factory=dict)
-    estimate_s: Callable[[Sequence[Any]], float] | None = None
+    beside: tuple[str, ...] = ()
     forecast: Callable[[Sequence[Any]], Iterator[str]] | None = None
 
     @property

@@ -28,17 +28,14 @@ exactly.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cs336_systems.accounting import bus_factor
-from cs336_systems.chapters.shared import depends
+from cs336_systems.chapters.shared import depends, on_ranks
+from cs336_systems.chapters.shared.needs import need_gpus, need_memory
 from cs336_systems.measure.clocks.turns import columns
-from cs336_systems.store import machine
-from cs336_systems.store.status import Skip, oom_is_a_row
+from cs336_systems.store.status import Skip
 from cs336_systems.store.table import Table
 
 BACKENDS = {"gloo": "cpu", "nccl": "cuda"}  # and the device that each is measured on
@@ -110,60 +107,24 @@ def _cases(backend: str, world_size: int, sizes: Sequence[int], pairs: Sequence[
     return cases
 
 
-def estimate_s(group: Sequence[Case]) -> float:
-    """Seconds that a group takes, roughly: starting the processes, and calls at 1 GB/s or 200 GB/s."""
-    case = group[0]
-    if case.backend == "nccl" and len(machine.gpu_names()) * machine.num_nodes() < case.world_size:
-        return 0.0
-    rate, start = (1e9, 6.0) if case.backend == "gloo" else (200e9, 12.0)
-    total = start
-    for case in group:
-        call = 1e-4 + max(bus_factor(case.world_size), 1) * case.num_bytes / rate
-        timed = min(ROUNDS * CALLS, max(3, ROUNDS * TURN_MS / 1e3 / call))
-        total += call * (WARMUPS + timed) * (2 if case.backend == "nccl" else 1)
-    return total
-
-
 def refuse(case: Case) -> None:
     """Raises `Skip` where this machine cannot run the case, and says what it needs."""
     if case.backend == "nccl":
-        if len(machine.gpu_names()) * machine.num_nodes() < case.world_size:
-            raise Skip(f"needs {case.world_size} GPU{'s' * (case.world_size > 1)}")
+        need_gpus(case.world_size)
         from torch import distributed as dist
 
         if not dist.is_nccl_available():
             raise Skip("needs a torch with NCCL")
         return
     held = 4 if case.how == "bucket" else 2  # tensors of this size that a process has at once, at the most
-    needed, free = case.world_size * held * case.num_bytes, machine.free_memory_bytes("cpu")
-    if free is not None and needed > free:
-        raise Skip(f"needs about {needed / 2**30:.1f} GiB of memory; {free / 2**30:.1f} GiB are free")
+    need_memory(case.world_size * held * case.num_bytes)
 
 
 # ------------------------------------------------------------------------------------------------ measuring
-def run_group(cases: Sequence[Case]) -> Iterable[dict[str, Any]]:
-    """The metrics of the cases of one set of processes.
-
-    `launch.start.LaunchError` where a process fails.
-    """
-    from cs336_systems.launch.start import launch
-
-    results: list[dict[str, Any]] = [{} for _ in cases]
-    for case, metrics in zip(cases, results, strict=True):
-        with oom_is_a_row(metrics):
-            refuse(case)
-    due = [i for i, metrics in enumerate(results) if "status" not in metrics]
-    if due:
-        first = cases[0]
-        by_rank = launch(
-            "cs336_systems.chapters.allreduce.ranks:measure", first.world_size,
-            {"cases": [dataclasses.asdict(cases[i]) for i in due]},
-            backend=first.backend, device=first.device, timeout_s=120 + 10 * estimate_s(cases),
-            log=functools.partial(print, flush=True),
-        )  # fmt: skip
-        for i, metrics in zip(due, by_rank[0], strict=True):
-            results[i] = metrics
-    return results
+def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """The metrics of the cases of one set of processes."""
+    where = {"backend": cases[0].backend, "device": cases[0].device}
+    return on_ranks.measured("cs336_systems.chapters.allreduce.ranks:measure", cases, refuse, **where)
 
 
-TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS)

@@ -25,7 +25,6 @@ from cs336_systems.chapters.shared.memory_cap import capped
 from cs336_systems.measure.clocks.steps import Steps
 from cs336_systems.measure.clocks.turns import Candidate, columns, prepared, time_together
 from cs336_systems.measure.device import comparable, default_device, give_back, synchronizer, torch_dtype
-from cs336_systems.store.status import oom_is_a_row
 from cs336_systems.store.table import Table
 
 if TYPE_CHECKING:
@@ -96,29 +95,12 @@ def _with_a_pair(compiled: bool = True) -> list[tuple[str, int]]:
     return [(impl, 0) for impl in impls] + [("reference", 1)]
 
 
-def estimate_s(group: list[Case]) -> float:
-    """Seconds that a group takes on an H100, roughly: compiling, and all steps of what fits under the cap."""
-    seconds = 0.0
-    for case in group:
-        matrices = {"reference": 4, "reference_compiled": 2}.get(case.impl, 0)  # at the peak
-        scores, element = BATCH * case.seq_len**2, 2 if case.dtype == "bf16" else 4
-        if case.impl == "reference_compiled":
-            seconds += 4
-        if not case.cap_gib or matrices * scores * element < case.cap_gib * _GIB:
-            matmuls = (0.2e-12 if matrices else 0.5e-12) * case.head_dim / (10 if element == 2 else 1)
-            between = {4: 10e-12, 2: 4e-12, 0: 0.0}[matrices] * element
-            seconds += (WARMUP + STEPS + ROUNDS) * (300e-6 + scores * (matmuls + between))
-    return seconds
-
-
 # ------------------------------------------------------------------------------------------------ measuring
 def run_group(cases: list[Case]) -> list[dict[str, Any]]:
     """Measures the cases of one shape, dtype and cap in turns."""
     device = default_device()
-    shared: dict[str, Any] = {}  # what keeps the whole group from being measured
-    with oom_is_a_row(shared), comparable() as precision, capped(cases[0].cap_gib, device):
+    with comparable() as precision, capped(cases[0].cap_gib, device):
         return [metrics | {"matmul_precision": precision} for metrics in _measured(cases, device)]
-    return [dict(shared) for _ in cases]
 
 
 def _measured(cases: list[Case], device: str) -> list[dict[str, Any]]:
@@ -241,4 +223,4 @@ def _workspace_gib() -> float:
     return torch.cuda.memory_allocated() / _GIB
 
 
-TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS)

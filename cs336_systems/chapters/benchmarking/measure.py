@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from cs336_systems.accounting import MODES
 from cs336_systems.chapters.shared import depends, steps
-from cs336_systems.chapters.shared.steps import GROUP, METRICS, Case, estimate_s, forecast, run_group
+from cs336_systems.chapters.shared.steps import GROUP, METRICS, Case, forecast, run_group
 from cs336_systems.sizes import HANDOUT_SIZES
 from cs336_systems.store.table import Table
 
@@ -67,6 +67,6 @@ def _cold(size: str, context_length: int, warmups: tuple[int, ...]) -> list[Case
 
 
 TABLE = Table(
-    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, choices=CHOICES, estimate_s=estimate_s,
+    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, choices=CHOICES,
     forecast=forecast,
 )  # fmt: skip

@@ -23,6 +23,7 @@ from cs336_systems.measure.clocks.steps import Steps
 from cs336_systems.measure.clocks.turns import columns, prepared, time_together
 from cs336_systems.measure.device import comparable, default_device, give_back
 from cs336_systems.sizes import ModelConfig, size
+from cs336_systems.store.status import Skip
 from cs336_systems.store.table import Table
 
 STRATEGIES = ("none", "halves", "blocks", "nested", "chained", "selective")
@@ -93,20 +94,6 @@ def _cases(chosen: Sequence[tuple[str, int]], **fields: Any) -> list[Case]:
     return [*(Case(strategy, k, **fields) for strategy, k in chosen), Case(*chosen[0], **fields, repeat=1)]
 
 
-def estimate_s(group: Sequence[Case]) -> float:
-    """Seconds that a group takes, roughly: building the model, then steps, more where blocks run again and again."""
-    case = group[0]
-    flops = accounting.model_flops(case.config, case.batch, case.context_length, "forward_backward")
-    step = flops / (20e9 if case.size == "tiny" else 150e12)
-    forwards = {
-        "none": 1,
-        "nested": math.log2(2 * case.config.num_layers),
-        "chained": case.config.num_layers / 2,
-    }
-    passes = sum(2 + forwards.get(c.strategy, 2) for c in group)
-    return 2.0 + step / 3 * passes * (2 + 2 * WARMUP + STEPS)
-
-
 # ------------------------------------------------------------------------------------------------ predictions
 def predicted_bytes(case: Case, device: str, kept: float = 0.0) -> float:
     """Activations at the peak. kept: what a selective plan keeps of one block.
@@ -160,7 +147,7 @@ def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """Measures the strategies of one model in turns."""
     device, case = default_device(), cases[0]
     if device == "cpu" and (case.size != "tiny" or case.dtype == "tf32"):
-        return [{"status": "skipped: needs a CUDA device"} for _ in cases]
+        raise Skip("needs a CUDA device")
     found = _together(cases, device)
     give_back(device)
     return found
@@ -180,4 +167,4 @@ def _together(cases: Sequence[Case], device: str) -> list[dict[str, Any]]:
     return [candidate.metrics for candidate in candidates]
 
 
-TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,8 +24,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from cs336_systems import accounting
-from cs336_systems.chapters.shared import depends
+from cs336_systems.chapters.shared import depends, on_ranks, steps
+from cs336_systems.chapters.shared.needs import need_gpus
 from cs336_systems.measure.clocks import ranks
 from cs336_systems.measure.clocks.ranks import RankSteps
 from cs336_systems.measure.clocks.turns import Phases, columns, take_turns
@@ -35,7 +34,6 @@ from cs336_systems.measure.trace.overlap import Overlap
 from cs336_systems.sizes import size
 from cs336_systems.store import machine, process
 from cs336_systems.store import rows as store
-from cs336_systems.store.status import Skip, failure_is_a_row
 from cs336_systems.store.table import Table
 
 if TYPE_CHECKING:
@@ -58,7 +56,7 @@ BUCKETS_MB = (1.0, 10.0, 25.0, 100.0, 250.0, 1000.0)
 STEPS, WARMUP, ROUNDS = 9, 2, 3  # measured steps of a case, and unmeasured ones before each of its turns
 TINY_STEPS = 4  # on a CPU there are no numbers to be precise about
 TRACED_STEPS = 2
-_TIMEOUT_S, _COLLECTIVE_TIMEOUT_S = 900.0, 180.0
+_TIMEOUT_S = 900.0  # of a recording
 
 
 @dataclass(frozen=True)
@@ -84,6 +82,11 @@ class Case:
         """What distinguishes the cases of one context of a group: "bucketed 25"."""
         again = " again" if self.repeat else ""
         return f"{self.wrapper}{f' {self.bucket_mb:g}' if self.bucket_mb else ''}{again}"
+
+    @property
+    def turn(self) -> str:
+        """As for `on_ranks.begin_turn`."""
+        return f"context {self.context_length}, {self.name}"
 
 
 def grid(preset: str) -> list[Case]:
@@ -117,72 +120,27 @@ def grid(preset: str) -> list[Case]:
     return [*cases, *(Case("xl", CONTEXTS[-1], w, mb, kind="trace") for w, mb in traced)]
 
 
-def estimate_s(group: list[Case]) -> float:
-    """Seconds that a group takes, roughly: processes and weights, steps, and the report of a trace."""
-    if group[0].size == "tiny":
-        return 6.0 + 0.5 * len(group)
-    if 0 < len(machine.gpu_names()) < group[0].world_size:
-        return 0.0
-    total = 15.0
-    for case in group:
-        speed = {"fp32": 40, "tf32": 150, "bf16": 250}[case.dtype] * 1e12
-        flops = accounting.model_flops(size(case.size), case.batch, case.context_length, "train_step")
-        step = max(flops / speed, 0.13) + 0.05
-        count = steps_of(case) + WARMUP * ROUNDS if case.kind == "time" else 2 * (WARMUP + TRACED_STEPS)
-        total += count * step + (0.6 if case.kind == "time" else 5.0)
-    return total
-
-
 def steps_of(case: Case) -> int:
     """The measured steps of a timed case."""
     return TINY_STEPS if case.size == "tiny" else STEPS
 
 
-def overlap_path(case: Case, machine_name: str, root: Path | None = None) -> Path:
-    """The condensed step of a traced case, all ranks."""
-    folder = store.csv_path("ddp", machine_name, root).with_suffix("")
-    return folder / f"{case.size}_{case.context_length}_{case.dtype}_{case.wrapper}_{case.bucket_mb:g}.json"
-
-
 # ------------------------------------------------------------------------------------------------ measuring
-def run_group(cases: list[Case]) -> Iterator[dict[str, Any]]:
-    """Measures the cases of one number of ranks together.
-
-    Where memory runs out with all of them in one run, each is measured in a run of its own.
-    """
-    failed: dict[str, Any] = {}
-    with failure_is_a_row(failed):
-        _refuse(cases[0])
-        if cases[0].kind == "trace":
-            yield from _traced(cases)
-        else:
-            yield from _launch("time_on_rank", cases)[0]
-        return
-    if failed.get("status") != "oom" or len(cases) == 1:
-        yield from (dict(failed) for _ in cases)
-        return
-    for case in cases:
-        yield from run_group([case])
+def run_group(cases: list[Case]) -> list[dict[str, Any]]:
+    """Measures the cases of one number of ranks together."""
+    if cases[0].kind == "time":
+        return on_ranks.measured(f"{__name__}:time_on_rank", cases, _refuse)
+    _refuse(cases[0])
+    return _traced(cases)
 
 
 def _refuse(case: Case) -> None:
-    """Raises `Skip` where this machine cannot run the group, and says what it needs."""
-    gpus = len(machine.gpu_names())
-    if gpus:
-        if case.world_size > gpus:
-            raise Skip(f"needs {case.world_size} GPUs; there {'is' if gpus == 1 else 'are'} {gpus}")
+    """Raises `Skip` where this machine cannot run the case, and says what it needs."""
+    if machine.gpu_names():
+        need_gpus(case.world_size)
         return
-    if case.dtype == "tf32":
-        raise Skip("needs a CUDA device: TF32 is a format of its tensor cores")
-    dtype = "bf16" if case.dtype == "bf16" else "fp32"
-    needed = case.world_size * sum(
-        accounting.peak_bytes(
-            size(case.size), case.batch, case.context_length, "train_step", dtype, "reference", "cpu", "fused"
-        ).values()
-    )  # fmt: skip
-    free = machine.free_memory_bytes("cpu")
-    if free is not None and needed > free:
-        raise Skip(f"needs about {needed / 2**30:.1f} GiB of memory; {free / 2**30:.1f} GiB are free")
+    step = steps.Case(case.size, case.context_length, "train_step", case.dtype, batch=case.batch)
+    steps.refuse(step, "cpu", case.world_size)
 
 
 def _launch(function: str, cases: list[Case], **arguments: Any) -> list[Any]:
@@ -191,8 +149,8 @@ def _launch(function: str, cases: list[Case], **arguments: Any) -> list[Any]:
 
     arguments |= {"cases": [dataclasses.asdict(case) for case in cases]}
     return launch(
-        f"{__name__}:{function}", cases[0].world_size, arguments, timeout_s=_TIMEOUT_S,
-        collective_timeout_s=_COLLECTIVE_TIMEOUT_S, log=lambda line: print(f"    {line}", flush=True),
+        f"{__name__}:{function}", cases[0].world_size, arguments,
+        log=lambda line: print(f"    {line}", flush=True),
     )  # fmt: skip
 
 
@@ -215,7 +173,7 @@ def time_on_rank(rank: Rank, cases: list[dict[str, Any]]) -> list[dict[str, Any]
             for phase in (*PHASES, "step"):
                 found[case] |= samples.row(phase)
             found[case] |= samples.clocks() | {"tokens_per_s": tokens / step_ms * 1e3}
-            print(f"context {context}, {case.name}: {step_ms:.1f} ms", flush=True)
+            print(f"{case.turn}: {step_ms:.1f} ms", flush=True)
     return ranks.gathered([found[case] for case in group], rank)[0]  # rank 0 reads the clocks
 
 
@@ -232,6 +190,7 @@ def _turn(work: ParallelWorkload, case: Case, metrics: dict[str, Any]) -> Iterat
     import torch
 
     rank = work.rank
+    on_ranks.begin_turn(rank, case)
     wrapper = "none" if case.wrapper == ALONE else case.wrapper
     with work.step(wrapper, bucket_mb=case.bucket_mb or None, dtype=case.dtype) as step:
         phases = step.phases
@@ -263,7 +222,7 @@ def _traced(cases: list[Case]) -> list[dict[str, Any]]:
     if everyones is None:
         everyones, version = _with_torch(cases)
     for case, by_rank in zip(cases, everyones, strict=True):
-        path = overlap_path(case, machine.machine_name())
+        path = store.file_beside(TABLE, case, machine.machine_name())
         overlap.to_json([steps[-1] for steps in by_rank], path)
     return [_trace_metrics(by_rank) | {"tool_version": version} for by_rank in everyones]
 
@@ -275,7 +234,7 @@ def _with_nsys(cases: list[Case]) -> tuple[list[list[list[Overlap]]] | None, str
     try:
         version = nsys.version()
         _, trace = nsys.record_nsys(
-            function, arguments, timeout_s=60 + 3 * estimate_s(cases), keep=_report_folder()
+            function, arguments, timeout_s=_TIMEOUT_S, keep=store.recordings_folder("ddp")
         )
         seen = {path.split("/")[0] for path in trace.paths}
         if lacking := [_rank_range(rank) for rank in range(count) if _rank_range(rank) not in seen]:
@@ -293,17 +252,11 @@ def _with_torch(cases: list[Case]) -> tuple[list[list[list[Overlap]]], str]:
     """The same by torch's profiler, which records each rank in itself."""
     import torch
 
-    by_rank = _launch("record_on_rank", cases, keep=str(_report_folder()))
+    by_rank = _launch("record_on_rank", cases, keep=str(store.recordings_folder("ddp")))
     found = [
         [[overlap.from_dict(step) for step in said[place]] for said in by_rank] for place in range(len(cases))
     ]
     return found, torch.__version__.split("+")[0]
-
-
-def _report_folder() -> Path:
-    """Where whole reports stay: `$CS336_TRACES`, else `_build/ddp` beside the results folder."""
-    named = os.environ.get("CS336_TRACES")
-    return Path(named) if named else store.results_root().resolve().parent / "_build" / "ddp"
 
 
 def _trace_metrics(by_rank: list[list[Overlap]]) -> dict[str, Any]:
@@ -369,4 +322,7 @@ def _run_traced(work: ParallelWorkload, cases: list[Case]) -> None:
                 take_turns({case: step.phases}, clock)
 
 
-TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)
+TABLE = Table(
+    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS,
+    beside=("size", "context_length", "dtype", "wrapper", "bucket_mb"),
+)  # fmt: skip

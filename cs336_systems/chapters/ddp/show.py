@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from cs336_systems import chapters
 from cs336_systems.chapters.ddp import accounting as closed
-from cs336_systems.chapters.ddp.measure import ALONE, PHASES, overlap_path
+from cs336_systems.chapters.ddp.measure import ALONE, PHASES
 from cs336_systems.chapters.shared.timelines import COLORS, kept, timelines_figure
 from cs336_systems.report import Chapter, figures
 from cs336_systems.report.tables import chosen, first_machine, in_order, looked_up, pivot
@@ -215,4 +215,4 @@ def sweep_figure(steps: pd.DataFrame, total_bytes: float, bytes_per_ms: float, c
 def trace_figure(chapter: Chapter, wrappers: Sequence[str]) -> Figure:
     """One step of each of these variants on one scale of time: for each rank what computes, by phases, and NCCL's
     kernels; of the first machine that has the traces."""
-    return timelines_figure(kept(chapter, overlap_path, wrapper=list(wrappers)), NAMES)
+    return timelines_figure(kept(chapter, wrapper=list(wrappers)), NAMES)

@@ -107,12 +107,6 @@ def _twice(impls: tuple[str, ...], again: str) -> list[tuple[str, int]]:
     return [(impl, 0) for impl in impls] + [(again, 1)]
 
 
-def estimate_s(group: list[Case]) -> float:
-    """Seconds that a group takes, roughly: compilation, and at least the minimum of calls of the slowest function."""
-    scores = group[0].heads * group[0].seq_len ** 2
-    return 1 + sum(5 if case.impl.endswith("compiled") else 0.5 for case in group) + scores * 2e-9
-
-
 # ---------------------------------------------------------------------------------------------- implementations
 def _sdpa_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
     """Which of SDPA's backends torch picks for these inputs by itself."""
@@ -269,6 +263,4 @@ def _time_without_host(short: list[Candidate], made: dict[Case, _Attention], par
         candidate.metrics[f"{part}_gpu_ms"] = times[candidate.case].p50(part) / calls[candidate.case]
 
 
-TABLE = Table(
-    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, choices=CHOICES, estimate_s=estimate_s
-)
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, choices=CHOICES)

@@ -15,20 +15,15 @@ step of each is kept, condensed, in `results/<machine>/fsdp/`.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from cs336_systems import accounting
-from cs336_systems.chapters.shared import depends
-from cs336_systems.launch.start import launch
+from cs336_systems.chapters.shared import depends, on_ranks
+from cs336_systems.chapters.shared.needs import need_gpus
 from cs336_systems.measure.clocks.turns import columns
-from cs336_systems.sizes import size
 from cs336_systems.store import machine
 from cs336_systems.store import rows as store
-from cs336_systems.store.status import Skip, failure_is_a_row
 from cs336_systems.store.table import Table
 
 WRAPPERS = ("ddp", "sharded", "fsdp", "fsdp_layers", "fsdp2", "fsdp2_two")
@@ -54,7 +49,6 @@ DEPENDS = (
     "chapters/fsdp/ranks.py", "parallel/fsdp.py", "parallel/schedule.py", "parallel/shards.py", "parallel/units.py",
 )  # fmt: skip
 GROUP = ("size", "context_length", "dtype", "world_size", "batch", "kind")
-TURN = "turn of "  # what rank 0 says at the beginning of each
 
 
 @dataclass(frozen=True)
@@ -77,9 +71,9 @@ class Case:
     repeat: int = 0
 
     @property
-    def name(self) -> str:
-        """What distinguishes the cases of a group."""
-        return f"{self.wrapper}{' again' if self.repeat else ''}"
+    def turn(self) -> str:
+        """As for `on_ranks.begin_turn`."""
+        return self.wrapper
 
 
 def grid(preset: str) -> list[Case]:
@@ -99,70 +93,20 @@ def grid(preset: str) -> list[Case]:
     ]
 
 
-def estimate_s(group: Sequence[Case]) -> float:
-    """Seconds that a group takes, roughly: processes, and for each turn a model and seven steps."""
-    first = group[0]
-    if first.size == "tiny":
-        return 8.0
-    if 0 < len(machine.gpu_names()) < first.world_size:
-        return 0.0
-    flops = accounting.model_flops(size(first.size), first.batch, first.context_length, "train_step")
-    step = max(0.12, flops / (300e12 if first.dtype == "bf16" else 150e12))
-    return 15.0 + len(group) * (2 * (1.0 + 7 * step) if first.kind == "time" else 8.0)
-
-
-def trace_path(case: Case, machine_name: str, root: Path | None = None) -> Path:
-    """The condensed step of a traced case, all ranks."""
-    folder = store.csv_path("fsdp", machine_name, root).with_suffix("")
-    return folder / f"{case.size}_{case.context_length}_{case.dtype}_{case.wrapper}.json"
-
-
 # ------------------------------------------------------------------------------------------------ measuring
-def run_group(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
-    """The metrics of each case.
-
-    Where a launch fails, the wrapper whose turn it was is left out of the next one; where nobody's was, all fail.
-    """
-    found: dict[Case, dict[str, Any]] = {}
-    left = list(cases)
-    while left:
-        failed: dict[str, Any] = {}
-        turns: list[str] = []
-        with failure_is_a_row(failed):
-            _refuse(left[0])
-            found |= dict(zip(left, _launched(left, turns), strict=True))
-            break
-        culprits = [case for case in left if not turns or case.wrapper == turns[-1].split()[0]]
-        found |= {case: dict(failed) for case in culprits}
-        left = [case for case in left if case not in culprits]
-    yield from (found[case] for case in cases)
+def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """The metrics of each case."""
+    traced = cases[0].kind == "trace"
+    return on_ranks.measured(
+        f"cs336_systems.chapters.fsdp.ranks:{'trace' if traced else 'time'}_on_a_rank", cases, _refuse,
+        collective_timeout_s=90, **({"read": _kept} if traced else {}),
+    )  # fmt: skip
 
 
 def _refuse(case: Case) -> None:
-    """Raises `Skip` where this machine cannot run the group, and says what it needs."""
-    gpus = len(machine.gpu_names())
-    if gpus and case.world_size > gpus:
-        raise Skip(f"needs {case.world_size} GPUs; there {'is' if gpus == 1 else 'are'} {gpus}")
-    if not gpus and (case.size != "tiny" or case.dtype == "tf32"):
-        raise Skip(f"needs {case.world_size} GPUs")
-
-
-def _launched(cases: Sequence[Case], turns: list[str]) -> list[dict[str, Any]]:
-    """The metrics of the cases from one launch; `turns` is given the names of those whose turns begin."""
-
-    def log(line: str) -> None:
-        if TURN in line:  # after which rank says so
-            turns.append(line.partition(TURN)[2])
-        else:
-            print(f"    {line}", flush=True)
-
-    traced = cases[0].kind == "trace"
-    by_rank = launch(
-        f"cs336_systems.chapters.fsdp.ranks:{'trace' if traced else 'time'}_on_a_rank", cases[0].world_size,
-        {"cases": [dataclasses.asdict(case) for case in cases]},
-        timeout_s=120 + 5 * estimate_s(cases), collective_timeout_s=90, log=log,
-    )  # fmt: skip
-    return _kept(cases, by_rank) if traced else by_rank[0]
+    """Raises `Skip` where this machine cannot run the case, and says what it needs."""
+    if machine.gpu_names() or case.size != "tiny" or case.dtype == "tf32":
+        need_gpus(case.world_size)
 
 
 def _kept(cases: Sequence[Case], by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -172,10 +116,13 @@ def _kept(cases: Sequence[Case], by_rank: list[list[dict[str, Any]]]) -> list[di
     rows = []
     for case, *said in zip(cases, *by_rank, strict=True):
         timelines = [overlap.from_dict(one.pop("timeline")) for one in said]
-        overlap.to_json(timelines, trace_path(case, machine.machine_name()))
+        overlap.to_json(timelines, store.file_beside(TABLE, case, machine.machine_name()))
         least, *_, most = sorted(said, key=lambda row: row["exposed_ms"])
         rows.append(most | {"least_exposed_ms": least["exposed_ms"]})
     return rows
 
 
-TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)
+TABLE = Table(
+    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS,
+    beside=("size", "context_length", "dtype", "wrapper"),
+)  # fmt: skip

@@ -16,7 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
-from cs336_systems.chapters.fsdp.measure import HELD, PHASES, TURN, Case
+from cs336_systems.chapters.fsdp.measure import HELD, PHASES, Case
+from cs336_systems.chapters.shared.on_ranks import begin_turn
 from cs336_systems.launch.group import Rank
 from cs336_systems.measure.clocks import ranks
 from cs336_systems.measure.clocks.ranks import RankSteps
@@ -126,8 +127,7 @@ def _optimizer(model: nn.Module, wrapper: str) -> torch.optim.Optimizer:
 def _turn(case: Case, rank: Rank, noted: dict[str, Any]) -> Iterator[Phases]:
     """One turn of a case: built, warmed up, timed, given back; what it holds goes into `noted`."""
     give_back(rank.device)
-    ranks.meet(rank)  # so that nobody is in another case's turn
-    print(f"{TURN}{case.name}", flush=True)
+    begin_turn(rank, case)
     step = Step(case, rank)
     give_back(rank.device)
     seen = {"initialized_bytes": _allocated(rank)}
@@ -177,7 +177,7 @@ def time_on_a_rank(rank: Rank, cases: list[dict[str, Any]]) -> list[dict[str, An
         for phase in (*PHASES, "step"):
             found[case] |= samples.row(phase)
         found[case] |= samples.clocks() | {"tokens_per_s": tokens / step_ms * 1e3}
-        print(f"context {case.context_length}, {case.name}: {step_ms:.4g} ms", flush=True)
+        print(f"context {case.context_length}, {case.turn}: {step_ms:.4g} ms", flush=True)
     return ranks.gathered([found[case] for case in group], rank)[0]  # rank 0 reads the clocks
 
 

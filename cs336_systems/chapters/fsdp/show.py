@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from cs336_systems import accounting
 from cs336_systems.accounting import fsdp as closed
-from cs336_systems.chapters.fsdp.measure import HELD, WRAPPERS, trace_path
+from cs336_systems.chapters.fsdp.measure import HELD, WRAPPERS
 from cs336_systems.chapters.shared.timelines import kept, timelines_figure
 from cs336_systems.report import Chapter
 from cs336_systems.report.tables import chosen, first_machine, in_order, looked_up, pivot
@@ -142,12 +142,12 @@ def everything(steps: pd.DataFrame) -> pd.DataFrame:
 # ------------------------------------------------------------------------------------------------ figures
 def trace_figure(chapter: Chapter, context: int) -> Figure:
     """One step of each traced wrapper at a context, of the first machine that has the traces."""
-    return timelines_figure(kept(chapter, trace_path, context_length=context), NAMES)
+    return timelines_figure(kept(chapter, context_length=context), NAMES)
 
 
 def drawn(chapter: Chapter, context: int, wrapper: str) -> pd.DataFrame:
     """A line for each rank in that figure: its step, and the communication in it during which nothing else ran."""
-    ranks = kept(chapter, trace_path, context_length=context).get(wrapper, [])
+    ranks = kept(chapter, context_length=context).get(wrapper, [])
     return pd.DataFrame({
         "step_ms": [step.length_ms for step in ranks],
         "exposed_ms": [step.communication_ms - step.overlap_ms for step in ranks],

@@ -91,11 +91,6 @@ def grid(preset: str) -> list[Case]:
     return cases
 
 
-def estimate_s(group: Sequence[Case]) -> float:
-    """About how long a group takes, in seconds, on hardware that its preset is meant for."""
-    return sum(2.0 if case.kind == "matmul" and case.size > 8192 else 1.0 for case in group)
-
-
 def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """Measures the cases of one kind and size, in turns; one dict of metrics for each, in order."""
     device, kind = default_device(), cases[0].kind
@@ -209,4 +204,4 @@ def _launch_graph(case: Case, device: str, metrics: dict[str, Any]) -> Callable[
 
 _PREPARE = {"matmul": _matmul, "copy": _copy, "launch": _launch, "launch_graph": _launch_graph}
 """Kind → what checks a case, notes what it finds in the metrics, and returns the function that is timed."""
-TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS)

@@ -62,11 +62,6 @@ def grid(preset: str) -> list[Case]:
     return peers.with_pair(Case, IMPLS, *WORK, True, "bf16")
 
 
-def estimate_s(group: list[Case]) -> float:
-    """Seconds that a group takes, roughly."""
-    return sum(25.0 if case.impl == "fa4" else 10.0 if case.seq_len > 4096 else 3.0 for case in group)
-
-
 def run_group(cases: list[Case]) -> list[dict[str, Any]]:
     """Measures each case in a process of its own."""
     return [_in_a_process(case) for case in cases]
@@ -162,4 +157,4 @@ def _compiled_kernels() -> int:
     return len({path.parent.name for path in Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin")})
 
 
-TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS)

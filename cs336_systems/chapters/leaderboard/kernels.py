@@ -84,6 +84,4 @@ def prepare(candidate: Candidate, data: list[Any], exact: Any) -> tuple[Callable
     return peers.one_pass(impl, case.part, data), []
 
 
-TABLE = Table(
-    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=leaderboard_turns.estimate_s
-)
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS)

@@ -75,6 +75,4 @@ def prepare(candidate: Candidate, data: list[Any], exact: Any) -> tuple[Callable
     return call, []
 
 
-TABLE = Table(
-    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=leaderboard_turns.estimate_s
-)
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS)

@@ -82,11 +82,6 @@ def turns(case: Case) -> int:
     return 1 if case.rep_ms >= OFFICIAL_MS else TURNS
 
 
-def estimate_s(group: list[Case]) -> float:
-    """Seconds that a group takes, roughly."""
-    return leaderboard_turns.estimate_s(group, group[0].rep_ms, turns(group[0]))
-
-
 def run_group(cases: list[Case]) -> list[dict[str, Any]]:
     """Measures the cases of one group in turns."""
     first = cases[0]
@@ -123,4 +118,4 @@ def prepare(candidate: Candidate, data: list[Any], exact: Any) -> tuple[Callable
     return step, dropped
 
 
-TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS)

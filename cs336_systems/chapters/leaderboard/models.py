@@ -109,11 +109,6 @@ def grid(preset: str) -> list[Case]:
     return out
 
 
-def estimate_s(group: Sequence[Case]) -> float:
-    """Seconds of a group, roughly: its turns, and what is compiled."""
-    return shapes.estimate_s(group) + 1.0 + 4.0 * any(case.impl == "flex_compiled" for case in group)
-
-
 # ------------------------------------------------------------------------------------------------ what is seen
 def document_lengths(documents: str, total: int) -> tuple[int, ...]:
     """The lengths of documents that fill `total` tokens, drawn between the two of "100-4000", always alike; the last
@@ -156,4 +151,4 @@ def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
     return shapes.in_turns(cases, data, build, flops(case), device)
 
 
-TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS)

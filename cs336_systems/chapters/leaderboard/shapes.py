@@ -117,11 +117,6 @@ def grid(preset: str) -> list[Case]:
     ]
 
 
-def estimate_s(group: Sequence[Case]) -> float:
-    """Seconds of a group, roughly: its turns, and what is compiled."""
-    return 1.0 + len(group) * (ROUNDS * (WARMUP_MS + REP_MS) / 1e3 + 0.2)
-
-
 # ------------------------------------------------------------------------------------------------ measuring
 def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """Measures the cases of one pass and shape in turns."""
@@ -217,4 +212,4 @@ def _may_refuse(impl: str) -> Iterator[None]:
         raise Skip(f"{type(error).__name__}: {words.splitlines()[0] if words else ''}") from error
 
 
-TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS)

@@ -31,7 +31,6 @@ TURNS = 5
 KERNEL_MS = 40  # of repetitions in a turn of kernels alone
 WARM_MS = 1500  # of the calls that go before a group's turns: a GPU that rested may run at another clock
 SETTLE_MS = 250  # of a turn's calls that are not timed, on a GPU
-COMPILE_S = {"flash_triton": 4.0, "plain_triton": 3.0, "fa4": 4.0, "flex_compiled": 10.0, "f_hopper": 3.0}
 
 
 def held_against(
@@ -107,17 +106,6 @@ def summary(case: Any, samples: Samples) -> dict[str, Any]:
         "turns_w": _numbers(clock["power_w"] for clock in clocks),
         "tflops": flops / samples.p50(PART) / 1e9,
     }  # fmt: skip
-
-
-def estimate_s(group: list[Any], rep_ms: float = KERNEL_MS, turns: int = TURNS) -> float:
-    """Seconds of a group, roughly: compilation (less where another group had it done) and errors against fp64, then the
-    turns."""
-    if group[0].seq_len <= 4096:
-        return 1 + 0.25 * len(group)
-    once_s = sum(COMPILE_S.get(case.impl, 1.0) for case in group if not case.repeat)
-    slow = sum(turns * 0.8 for case in group if case.impl == "reference")
-    turn_s = (1.15 * rep_ms + SETTLE_MS) / 1e3 + 0.04
-    return 1 + WARM_MS / 1e3 + once_s + slow + len(group) * turns * turn_s
 
 
 def _numbers(values: Any) -> str:

@@ -5,7 +5,7 @@
 Each case is a fresh process: the allocator starts empty, and its history is recorded from before the model is built.
 The history is replayed and categorized there and then; what comes back is a row and, for the cases that the book draws,
 a condensed timeline beside the CSV: `results/<machine>/memory/<size>_<context>_<mode>_<dtype>_<optimizer>.json`. The
-raw history of those cases stays in `_build/memory` (or `$CS336_SNAPSHOTS`), for torch's own viewer.
+raw history of those cases stays in `_build/memory`, for torch's own viewer.
 
 A CPU has no such history. There the tiny model runs with torch's dispatcher watched instead: the same replay, stages
 and categories, of tensors rather than of an allocator's blocks. The column `source` says which of the two a row is.
@@ -14,7 +14,6 @@ and categories, of tensors rather than of an allocator's blocks. The column `sou
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from cs336_systems.measure.memory.memory import recording
 from cs336_systems.measure.memory.replay import Snapshot
 from cs336_systems.measure.memory.tensors import watching_tensors
 from cs336_systems.measure.memory.timeline import CATEGORIES, Stage, Timeline, timeline
-from cs336_systems.sizes import HANDOUT_SIZES, SIZES, size
+from cs336_systems.sizes import HANDOUT_SIZES, size
 from cs336_systems.store import rows as store
 from cs336_systems.store.machine import machine_name
 from cs336_systems.store.process import call
@@ -62,7 +61,6 @@ CONTEXTS = (128, 256, 512)
 LONGEST = 2048  # that spring 2026 asks for: what a step needs there, one GPU has not
 DRAWN = (128, 512, LONGEST)  # contexts whose timelines are kept
 ON_CPU = "tiny"
-SNAPSHOTS = "CS336_SNAPSHOTS"  # environment variable: the folder of the raw histories
 GIB = 2**30
 
 
@@ -106,11 +104,6 @@ def _cases(name: str, contexts: Sequence[int]) -> list[Case]:
     ]
 
 
-def estimate_s(group: Sequence[Case]) -> float:
-    """Seconds that a group takes, roughly: a process, the model, two steps, and reading the history."""
-    return sum(1.0 if case.size == ON_CPU else 12.0 + SIZES[case.size].num_layers / 8 for case in group)
-
-
 # ------------------------------------------------------------------------------------------- predictions, places
 def predicted(case: Case, device: str = "cuda") -> dict[str, dict[str, int]]:
     """The closed form of the case: `accounting.memory_moments`, bytes."""
@@ -126,19 +119,6 @@ def drawn(case: Case) -> bool:
     return whole and case.repeat == 0
 
 
-def timeline_path(case: Case, machine: str, root: Path | None = None) -> Path:
-    """The condensed timeline of a case, in a folder beside the chapter's CSV and with its name."""
-    parts = (case.size, case.context_length, case.mode, case.dtype, case.optimizer)
-    folder = store.csv_path("memory", machine, root).with_suffix("")
-    return folder / f"{'_'.join(map(str, parts))}.json"
-
-
-def snapshot_folder(root: Path | None = None) -> Path:
-    """Where raw histories stay: `$CS336_SNAPSHOTS`, else `_build/memory` beside the results folder."""
-    named = os.environ.get(SNAPSHOTS)
-    return Path(named) if named else (root or store.results_root()).resolve().parent / "_build" / "memory"
-
-
 # ------------------------------------------------------------------------------------------------ measuring
 def run_group(cases: Sequence[Case]) -> Iterable[dict[str, Any]]:
     """The metrics of each case."""
@@ -147,9 +127,9 @@ def run_group(cases: Sequence[Case]) -> Iterable[dict[str, Any]]:
     for case in cases:
         metrics: dict[str, Any] = {}
         with failure_is_a_row(metrics):
-            file = timeline_path(case, machine_name()) if drawn(case) else None
+            file = store.file_beside(TABLE, case, machine_name()) if drawn(case) else None
             if torch.cuda.is_available():
-                raw = snapshot_folder() / file.with_suffix(".pickle").name if file else None
+                raw = store.recordings_folder("memory") / file.with_suffix(".pickle").name if file else None
                 paths = {"raw": raw and str(raw), "file": file and str(file)}
                 arguments = {"case": dataclasses.asdict(case)} | paths
                 metrics = call(f"{__name__}:alone", arguments, timeout_s=240)
@@ -253,4 +233,7 @@ def _on_cpu(case: Case, file: Path | None) -> dict[str, Any]:
     return condense(taken, file) | {"source": "tensors"}
 
 
-TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)
+TABLE = Table(
+    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS,
+    beside=("size", "context_length", "mode", "dtype", "optimizer"),
+)  # fmt: skip

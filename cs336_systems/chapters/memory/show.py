@@ -18,7 +18,7 @@ from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.tables import chosen, in_order, spread
 from cs336_systems.report.values import Number
 from cs336_systems.sizes import SIZES, ModelConfig, size
-from cs336_systems.store.rows import case_fields
+from cs336_systems.store.rows import case_fields, file_beside
 
 REFERENCE = SIZES["2.7B"]  # the hyperparameters that the handout asks about
 BATCH = 4
@@ -126,7 +126,7 @@ def recording(chapter: Chapter, **case: Any) -> tuple[dict[str, Any], Timeline |
     rows = largest_model(chapter.rows(**case))
     rows = rows[rows["status"].isin(["ok", "oom"]) & rows["requested_bytes"].notna()]
     for row in rows.to_dict("records"):
-        path = memory.timeline_path(memory.TABLE.case_of(row), row["machine"], chapter.root)
+        path = file_beside(memory.TABLE, memory.TABLE.case_of(row), row["machine"], chapter.root)
         if not path.is_file():
             continue
         found = Timeline.from_json(path)

@@ -150,13 +150,6 @@ def _steps(size: str, context_length: int, dtypes: Sequence[str], **fields: int)
     return [Case(kind="step", **dataclasses.asdict(case)) for case in found]
 
 
-def estimate_s(group: Sequence[Case]) -> float:
-    """Seconds that a group takes, roughly."""
-    if group[0].kind == "step":
-        return steps.estimate_s([case.step for case in group])
-    return 0.01 * len(group)
-
-
 def run_group(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
     """The metrics of the cases of one kind (and, of steps, one size)."""
     kind = cases[0].kind
@@ -340,4 +333,4 @@ def _mean(x: torch.Tensor, running: bool = False) -> torch.Tensor:
     return x / width
 
 
-TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS)

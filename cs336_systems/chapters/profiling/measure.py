@@ -13,22 +13,21 @@ both. Condensed timelines of the shapes in `DRAWN` go to `results/<machine>/prof
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.chapters.shared import depends
+from cs336_systems.chapters.shared import depends, steps
 from cs336_systems.measure.clocks.steps import Steps
 from cs336_systems.measure.clocks.turns import take_turns
 from cs336_systems.measure.device import default_device, give_back, synchronizer
 from cs336_systems.measure.trace import condensed, events, kernels, nsys, profiler
 from cs336_systems.sizes import HANDOUT_SIZES, SIZES
 from cs336_systems.store import rows as store
-from cs336_systems.store.machine import free_memory_bytes, gpu_names, machine_name
-from cs336_systems.store.status import Skip, failure_is_a_row
+from cs336_systems.store.machine import gpu_names, machine_name
+from cs336_systems.store.status import failure_is_a_row
 from cs336_systems.store.table import Table
 
 CONTEXTS = (128, 256, 512, 1024)
@@ -88,24 +87,6 @@ def grid(preset: str) -> list[Case]:
     ]
 
 
-def estimate_s(group: list[Case]) -> float:
-    """Seconds that a group takes, roughly: starting a process, recording, exporting."""
-    layers = SIZES[group[0].size].num_layers
-    return 5.0 if group[0].size == "tiny" else 15 + 0.3 * layers
-
-
-def report_folder(root: Path | None = None) -> Path:
-    """Where whole reports stay: `$CS336_TRACES`, else `_build/profiling` beside the results folder."""
-    named = os.environ.get("CS336_TRACES")
-    return Path(named) if named else (root or store.results_root()).resolve().parent / "_build" / "profiling"
-
-
-def step_path(size: str, context_length: int, dtype: str, machine: str, root: Path | None = None) -> Path:
-    """The condensed timeline of one step of a shape."""
-    folder = store.csv_path("profiling", machine, root).with_suffix("")
-    return folder / f"{size}_{context_length}_{dtype}.json"
-
-
 # ------------------------------------------------------------------------------------------------ measuring
 def run_group(cases: list[Case]) -> list[dict[str, Any]]:
     """Records one shape and reads its ranges."""
@@ -113,42 +94,23 @@ def run_group(cases: list[Case]) -> list[dict[str, Any]]:
     arguments = {
         "size": case.size, "context_length": case.context_length, "batch": case.batch, "dtype": case.dtype,
     }  # fmt: skip
-    failed: dict[str, Any] = {}
-    with failure_is_a_row(failed):
-        _refuse(case)
-        name = f"{case.size}_{case.context_length}_{case.dtype}_{case.tool}"
-        keep = report_folder() / name
-        if gpu_names() and case.tool == "auto" and nsys.find() is not None:
-            said, recorded = nsys.record_nsys(
-                f"{__name__}:under_nsys", arguments, timeout_s=_TIMEOUT_S, keep=keep
-            )
-            said["tool_version"] = nsys.version()
-        else:
-            said, recorded = _with_torch(arguments, keep / "trace.json.gz")
-        found = [_row(one, said, recorded) for one in cases]
-        whole = not said["status"]
-        if whole and (case.size, case.context_length, case.dtype) in DRAWN and case.tool == "auto":
-            path = step_path(case.size, case.context_length, case.dtype, machine_name())
-            condensed.condense(recorded, "step").to_json(path)
-        return found
-    return [dict(failed) for _ in cases]
-
-
-def _refuse(case: Case) -> None:
-    from cs336_systems import accounting
-
     if not gpu_names():
-        if case.dtype == "tf32":
-            raise Skip("needs a CUDA device: TF32 is a format of its tensor cores")
-        dtype = "bf16" if case.dtype == "bf16" else "fp32"
-        needed = sum(
-            accounting.peak_bytes(
-                SIZES[case.size], case.batch, case.context_length, "train_step", dtype, "reference", "cpu", "fused"
-            ).values()
-        )  # fmt: skip
-        free = free_memory_bytes("cpu")
-        if free is not None and needed > free:
-            raise Skip(f"needs about {needed / 2**30:.1f} GiB of memory; {free / 2**30:.1f} GiB are free")
+        step = steps.Case(case.size, case.context_length, "train_step", case.dtype, batch=case.batch)
+        steps.refuse(step, "cpu")
+    keep = store.recordings_folder("profiling")
+    keep /= f"{case.size}_{case.context_length}_{case.dtype}_{case.tool}"
+    if gpu_names() and case.tool == "auto" and nsys.find() is not None:
+        said, recorded = nsys.record_nsys(
+            f"{__name__}:under_nsys", arguments, timeout_s=_TIMEOUT_S, keep=keep
+        )
+        said["tool_version"] = nsys.version()
+    else:
+        said, recorded = _with_torch(arguments, keep / "trace.json.gz")
+    found = [_row(one, said, recorded) for one in cases]
+    whole = not said["status"]
+    if whole and (case.size, case.context_length, case.dtype) in DRAWN and case.tool == "auto":
+        condensed.condense(recorded, "step").to_json(store.file_beside(TABLE, case, machine_name()))
+    return found
 
 
 class _Shape:
@@ -257,4 +219,6 @@ def _row(case: Case, said: dict[str, Any], recorded: events.Trace) -> dict[str, 
     }
 
 
-TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)
+TABLE = Table(
+    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, beside=("size", "context_length", "dtype")
+)

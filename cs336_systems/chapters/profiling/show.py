@@ -12,6 +12,7 @@ import html
 import json
 import math
 import re
+from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -19,12 +20,13 @@ from matplotlib.figure import Figure
 from cs336_systems import accounting
 from cs336_systems.chapters.benchmarking.show import primary as primary
 from cs336_systems.chapters.profiling.figure import steps_figure
-from cs336_systems.chapters.profiling.measure import CLASS_COLUMNS, DRAWN, step_path
+from cs336_systems.chapters.profiling.measure import CLASS_COLUMNS, DRAWN, TABLE, Case
 from cs336_systems.measure.trace.condensed import Step
 from cs336_systems.measure.trace.kernels import CAST, ELEMENTWISE, OPTIMIZER, PRODUCT, SOFTMAX
 from cs336_systems.report.chapter import NOT_MEASURED, Chapter
 from cs336_systems.report.tables import escaped, pivot, spread
 from cs336_systems.sizes import SIZES
+from cs336_systems.store.rows import file_beside
 
 SHAPE = ["machine", "size", "context_length", "dtype"]
 PHASES = ("forward", "backward", "optimizer")
@@ -187,7 +189,7 @@ def timeline_figure(chapter: Chapter) -> Figure:
     there = set(chapter.rows()["size"])
     steps = {}
     for name, context, dtype in DRAWN:
-        path = step_path(name, context, dtype, next(iter(chapter.machines), ""), chapter.root)
+        path = _kept(chapter, name, context, dtype)
         if name in there & {"small", "tiny"} and path.is_file():
             steps[f"{name}, context {context}, {dtype}"] = Step.from_json(path)
     return steps_figure(steps)
@@ -196,10 +198,16 @@ def timeline_figure(chapter: Chapter) -> Figure:
 def trace_link(chapter: Chapter) -> str:
     """A link (HTML) that saves the kept step of the smallest size in bf16 as a trace for Perfetto."""
     name, context, dtype = DRAWN[2]
-    path = step_path(name, context, dtype, next(iter(chapter.machines), ""), chapter.root)
+    path = _kept(chapter, name, context, dtype)
     if not path.is_file():
         return f"<em>{NOT_MEASURED}</em>"
     trace = json.dumps(Step.from_json(path).to_chrome(), separators=(",", ":")).encode()
     data = base64.b64encode(gzip.compress(trace, mtime=0)).decode()
     file = f"{path.stem}.trace.json.gz"
     return f'<a download="{file}" href="data:application/octet-stream;base64,{data}">{file}</a>'
+
+
+def _kept(chapter: Chapter, name: str, context: int, dtype: str) -> Path:
+    """Where the timeline of a step is, on the first machine."""
+    case = Case(name, context, "step", dtype)
+    return file_beside(TABLE, case, next(iter(chapter.machines), ""), chapter.root)

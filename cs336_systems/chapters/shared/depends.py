@@ -1,7 +1,7 @@
 """The files that numbers of several tables depend on: parts of their `DEPENDS` (see `store.provenance`).
 
-What starts processes and keeps rows (`launch`, `store`) or chooses what is timed (`attention/registry.py`,
-`attention_peers.py`) is not among them.
+What starts processes and keeps rows (`launch`, `store`, `on_ranks.py`) or chooses what is timed (`needs.py`,
+`attention/registry.py`, `attention_peers.py`) is not among them.
 """
 
 MODEL = ("accounting/model.py", "accounting/operations.py", "model.py", "sizes.py")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from cs336_systems import accounting
 from cs336_systems.attention import IMPLEMENTATIONS as ATTENTIONS
+from cs336_systems.chapters.shared.needs import need_memory
 from cs336_systems.measure.clocks.steps import Steps
 from cs336_systems.measure.clocks.turns import (
     Candidate,
@@ -119,21 +120,9 @@ def forecast(cases: list[Case]) -> Iterator[str]:
             yield f"{what}: needs about {needed / 2**30:.2f} GiB{verdict}"
 
 
-def estimate_s(group: list[Case]) -> float:
-    """Seconds that a group takes, roughly: building, compiling, and steps at a modest speed for each dtype."""
-    total = 3.0
-    for case in group:
-        speed = {"fp32": 40, "tf32": 150, "bf16": 250}[case.dtype] * 1e12
-        flops = accounting.model_flops(size(case.size), case.batch, case.context_length, case.mode)
-        steps = (case.warmup + case.steps) * (1 if case.mode == "forward" else 2)
-        total += steps * (flops / speed + 0.01)
-        total += 0 if case.compile == "off" else size(case.size).num_layers * 2
-    return total
-
-
 # ------------------------------------------------------------------------------------------------ measuring
-def refuse(case: Case, device: str) -> None:
-    """Raises `Skip` where this machine cannot run the case, and says what it needs."""
+def refuse(case: Case, device: str, ranks: int = 1) -> None:
+    """Raises `Skip` where this machine cannot run the case, on each of so many ranks, and says what it needs."""
     if device == "cpu":
         if case.dtype == "tf32":
             raise Skip("needs a CUDA device: TF32 is a format of its tensor cores")
@@ -141,10 +130,8 @@ def refuse(case: Case, device: str) -> None:
             raise Skip("needs a CUDA device")  # the interpreter is for tests; its time says nothing
         if case.compile != "off" and machine.cpp_compiler() is None:
             raise Skip("needs a C++ compiler")
-        needed, free = predicted_bytes(case, device), machine.free_memory_bytes(device)
-        if needed is not None and free is not None and needed > free:
-            # a GPU says when its memory is full; here the system would end the process
-            raise Skip(f"needs about {needed / 2**30:.1f} GiB of memory; {free / 2**30:.1f} GiB are free")
+        needed = predicted_bytes(case, device)
+        need_memory(None if needed is None else ranks * needed)
 
 
 def run_group(
@@ -164,7 +151,7 @@ def run_group(
         arguments = {"case": dataclasses.asdict(case), "nvtx": nvtx, "snapshot": snapshot and str(snapshot)}
         metrics: dict[str, Any] = {}
         with failure_is_a_row(metrics):
-            metrics = call(f"{__name__}:_alone", arguments, timeout_s=120 + 10 * estimate_s([case]))
+            metrics = call(f"{__name__}:_alone", arguments, timeout_s=3600)
         yield metrics
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -11,18 +10,18 @@ from matplotlib.patches import Patch
 
 from cs336_systems.measure.trace import overlap
 from cs336_systems.report import Chapter, figures
+from cs336_systems.store import rows as store
 
 COLORS = {"forward": "#9fd0ee", "backward": "#0072B2", "optimizer": "#8c6d31", "communication": "#D55E00"}
 
 
-def kept(
-    chapter: Chapter, path_of: Callable[[Any, str, Path], Path], **where: Any
-) -> dict[str, list[overlap.Overlap]]:
-    """Wrapper → a step of every rank, of the traced rows that are chosen and whose file is there (`path_of`: case,
-    machine, results folder), of the first machine that has it."""
+def kept(chapter: Chapter, **where: Any) -> dict[str, list[overlap.Overlap]]:
+    """Wrapper → a step of every rank, of the traced rows that are chosen and whose file is there, of the first machine
+    that has it."""
     found: dict[str, list[overlap.Overlap]] = {}
     for row in chapter.measured(kind="trace", **where).to_dict("records"):
-        path = path_of(chapter.experiment.case_of(row), row["machine"], chapter.root)
+        table = chapter.experiment
+        path = store.file_beside(table, table.case_of(row), row["machine"], chapter.root)
         if path.is_file():
             found.setdefault(row["wrapper"], overlap.from_json(path))
     return found

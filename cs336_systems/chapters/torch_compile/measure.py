@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from cs336_systems.chapters.shared import depends, steps
-from cs336_systems.chapters.shared.steps import GROUP, METRICS, Case, estimate_s
+from cs336_systems.chapters.shared.steps import GROUP, METRICS, Case
 from cs336_systems.measure.device import default_device
 from cs336_systems.sizes import HANDOUT_SIZES
 from cs336_systems.store import machine
@@ -94,4 +94,4 @@ def _start_compiler() -> None:
     torch.compile(lambda x: torch.softmax(x @ x, -1).exp().sum())(x).backward()
 
 
-TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS)

@@ -70,6 +70,4 @@ def grid(preset: str) -> list[Case]:
     ]  # fmt: skip
 
 
-TABLE = Table(
-    __name__, Case, trials.METRICS, GROUP, grid, trials.measure, DEPENDS, estimate_s=trials.estimate_s
-)
+TABLE = Table(__name__, Case, trials.METRICS, GROUP, grid, trials.measure, DEPENDS)

@@ -112,5 +112,4 @@ def grid(preset: str) -> list[Case]:
 
 TABLE = Table(
     __name__, Case, trials.METRICS, GROUP, grid, partial(trials.measure, rounds=ROUNDS), DEPENDS, choices=CHOICES,
-    estimate_s=partial(trials.estimate_s, rounds=ROUNDS),
 )  # fmt: skip

@@ -86,11 +86,6 @@ def grid(preset: str) -> list[Case]:
     return [Case(), Case("small", 512, 32, "fp16", "blocks", cap_gib=CAP_GIB, minutes=1.0, train_mb=60.0)]
 
 
-def estimate_s(group: Sequence[Case]) -> float:
-    """Seconds that a group takes, roughly: the text, the run, loading and compiling."""
-    return sum(15 + 60 * case.minutes + 0.12 * case.train_mb for case in group)
-
-
 def configuration(case: Case, folder: str) -> TrainingConfig:
     """The training configuration of a case."""
     small = case.size in ("mini", "tiny")
@@ -111,7 +106,7 @@ def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
             refuse(case)
             portable = {"CS336_HOPPER": "0"} if case.cap_gib else {}
             metrics = process.call(
-                f"{__name__}:on_its_own", {"case": asdict(case)}, timeout_s=300 + 2 * estimate_s([case]),
+                f"{__name__}:on_its_own", {"case": asdict(case)}, timeout_s=600 + 120 * case.minutes + case.train_mb,
                 environment=portable,
             )  # fmt: skip
         found.append(metrics)
@@ -186,6 +181,4 @@ def _told(trainer: Any, result: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
-TABLE = Table(
-    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, choices=CHOICES, estimate_s=estimate_s
-)
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, choices=CHOICES)

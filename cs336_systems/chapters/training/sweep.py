@@ -24,7 +24,6 @@ from cs336_systems.measure.clocks.steps import Steps
 from cs336_systems.measure.clocks.turns import Candidate, Phases, columns, prepared, time_together
 from cs336_systems.measure.device import comparable, default_device, give_back, peak_gib, torch_dtype
 from cs336_systems.store import numbers
-from cs336_systems.store.status import oom_is_a_row
 from cs336_systems.store.table import Table
 
 if TYPE_CHECKING:
@@ -106,12 +105,6 @@ def grid(preset: str) -> list[Case]:
     ]
 
 
-def estimate_s(group: Sequence[Case]) -> float:
-    """Seconds that a group takes, roughly: compiling, and slow implementations of long sequences."""
-    scores = group[0].batch * group[0].heads * group[0].num_queries * group[0].num_keys
-    return 1.0 + sum(0.3 + (4.0 if "compiled" in c.attention else 0.0) + scores * 1.2e-10 for c in group)
-
-
 # ------------------------------------------------------------------------------------------------ measuring
 def run_group(cases: Sequence[Case], warmup: int = 5, iters: int = 0) -> list[dict[str, Any]]:
     """Measures the cases of all shapes in turns. iters: calls to time of each, after `warmup` others and by the host's
@@ -119,13 +112,11 @@ def run_group(cases: Sequence[Case], warmup: int = 5, iters: int = 0) -> list[di
     import torch
 
     device = default_device()
-    shared: dict[str, Any] = {}
     every_shape = torch._dynamo.config.patch(recompile_limit=len(cases) + 8)
-    with oom_is_a_row(shared), comparable(), every_shape, capped(cases[0].cap_gib, device):
+    with comparable(), every_shape, capped(cases[0].cap_gib, device):
         candidates = prepared(cases, lambda candidate: _try_out(candidate, device), device)
         _time(candidates, device, warmup, iters)
         return [candidate.metrics for candidate in candidates]
-    return [dict(shared) for _ in cases]
 
 
 def _tensors(case: Case, device: str) -> list[torch.Tensor]:
@@ -186,6 +177,4 @@ def _time(candidates: Sequence[Candidate], device: str, warmup: int, iters: int)
             one.case.metrics |= one.samples.row(part) if one.ok else one.metrics | {"failed_in": fails_in}
 
 
-TABLE = Table(
-    __name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, choices=CHOICES, estimate_s=estimate_s
-)
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, choices=CHOICES)

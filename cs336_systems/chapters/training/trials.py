@@ -19,14 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 from cs336_systems import accounting
 from cs336_systems.attention.registry import IMPLEMENTATIONS, availability
-from cs336_systems.launch.start import launch
+from cs336_systems.chapters.shared import on_ranks
+from cs336_systems.chapters.shared.needs import need_gpus, need_memory
 from cs336_systems.measure.clocks import ranks
 from cs336_systems.measure.clocks.ranks import RankSteps
 from cs336_systems.measure.clocks.turns import Candidate, Phases, columns, take_turns, time_together
 from cs336_systems.measure.device import give_back
 from cs336_systems.sizes import ModelConfig
 from cs336_systems.store import machine
-from cs336_systems.store.status import Skip, failure_is_a_row
+from cs336_systems.store.status import Skip
 from cs336_systems.training import forecast
 from cs336_systems.training.config import MODEL_SIZES, TrainingConfig, load
 
@@ -51,7 +52,7 @@ LAST = 5
 _TEXT_MB, _SMALL_TEXT_MB = 8.0, 0.2
 _SMALL = ("mini", "tiny")
 _SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")
-_TIMEOUT_S, _COLLECTIVE_TIMEOUT_S = 120.0, 300.0  # a rank may wait for another one that compiles
+_TIMEOUT_S, _COLLECTIVE_TIMEOUT_S = 3600.0, 300.0  # a rank may wait for another one that compiles
 
 
 def shape(size: str, **own: int) -> str:
@@ -105,80 +106,35 @@ def predicted_gib(case: Any, device: str = "cuda") -> float | None:
     return forecast.memory_bytes(config, case.dtype, device, size) / 2**30
 
 
-def estimate_s(group: Sequence[Any], rounds: int = 1) -> float:
-    """Seconds that a group takes, roughly: processes, text, building, compiling, steps."""
-    compiled = {
-        (c.attention, c.dtype, c.compile)
-        for c in group
-        if c.compile != "off" or c.attention == COMPILED_PLAIN
-    }
-    total = 12.0 + 25.0 * len(compiled)
-    for case in group:
-        slow = case.size in _SMALL or not (case.size in MODEL_SIZES or machine.gpu_names())
-        speed = 20e9 if slow else {"fp32": 35e12, "tf32": 100e12}.get(case.dtype, 180e12)
-        flops = accounting.model_flops(model(case.size), case.sequences, case.context_length, "train_step")
-        step = flops / speed / (1 if case.wrapper == "none" else case.world_size) + 0.01
-        total += (case.steps + WARMUP * rounds) * step + rounds * (1.0 if speed > 1e12 else 0.1)
-    return total
-
-
 def refuse(case: Any) -> None:
     """Raises `Skip` where this machine cannot run the case, and says what it needs."""
-    gpus = len(machine.gpu_names())
-    if gpus and case.world_size > gpus:
-        raise Skip(f"needs {case.world_size} GPUs; there {'is' if gpus == 1 else 'are'} {gpus}")
+    on_gpus = bool(machine.gpu_names())
+    if on_gpus:
+        need_gpus(case.world_size)
     if case.wrapper == "none" and case.sharded:
         raise Skip("needs several ranks to spread the optimizer's state over")
     name = "reference" if case.attention == COMPILED_PLAIN else case.attention
     if name != "auto" and (reason := availability()[name]):
         raise Skip(f"needs another machine: {reason}")
-    if gpus:
+    if on_gpus:
         return
     if case.dtype == "tf32" or case.compile == "graphs" or name == "flash_triton":
         raise Skip("needs a CUDA device")
     if (case.compile != "off" or case.attention == COMPILED_PLAIN) and machine.cpp_compiler() is None:
         raise Skip("needs a C++ compiler")
-    needed, free = predicted_gib(case, "cpu"), machine.free_memory_bytes("cpu")
-    if needed is not None and free is not None and needed * case.world_size * 2**30 > free:
-        raise Skip(
-            f"needs about {needed * case.world_size:.1f} GiB of memory; {free / 2**30:.1f} GiB are free"
-        )
+    needed = predicted_gib(case, "cpu")
+    need_memory(None if needed is None else case.world_size * needed * 2**30)
 
 
 def measure(cases: Sequence[Any], rounds: int = 1) -> list[dict[str, Any]]:
-    """The metrics of the cases of one number of ranks: in one launch, `rounds` turns of each; where that fails, each in
-    a launch of its own."""
-    found: list[dict[str, Any]] = [{} for _ in cases]
-    for case, metrics in zip(cases, found, strict=True):
-        with failure_is_a_row(metrics):
-            refuse(case)
-    ready = [place for place, metrics in enumerate(found) if not metrics]
-    if not ready:
-        return found
-    failed: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="cs336-") as folder:
-        with failure_is_a_row(failed):
-            measured = _launched([cases[place] for place in ready], folder, rounds)
-            for place, metrics in zip(ready, measured, strict=True):
-                found[place] |= metrics
-            return found
-        for place in ready:
-            if len(ready) == 1:
-                found[place] |= failed
-                continue
-            with failure_is_a_row(found[place]):
-                found[place] |= _launched([cases[place]], folder, 1)[0]
-    return found
-
-
-def _launched(cases: Sequence[Any], folder: str, rounds: int) -> list[dict[str, Any]]:
+    """The metrics of the cases of one number of ranks: in one launch, `rounds` turns of each."""
     names = [field.name for field in dataclasses.fields(Trial)]
-    told = [{name: getattr(case, name) for name in names} for case in cases]  # some are properties
-    return launch(
-        f"{__name__}:on_a_rank", cases[0].world_size, {"cases": told, "folder": folder, "rounds": rounds},
-        timeout_s=_TIMEOUT_S + 3 * estimate_s(cases, rounds), collective_timeout_s=_COLLECTIVE_TIMEOUT_S,
-        log=lambda line: print(f"    {line}", flush=True),
-    )[0]  # fmt: skip
+    trials = [Trial(**{name: getattr(case, name) for name in names}) for case in cases]  # some are properties
+    with tempfile.TemporaryDirectory(prefix="cs336-") as folder:
+        return on_ranks.measured(
+            f"{__name__}:on_a_rank", trials, refuse, arguments={"folder": folder, "rounds": rounds},
+            timeout_s=_TIMEOUT_S, collective_timeout_s=_COLLECTIVE_TIMEOUT_S,
+        )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ on a rank
@@ -200,7 +156,7 @@ def on_a_rank(rank: Rank, cases: list[dict[str, Any]], folder: str, rounds: int)
     for candidate in candidates:
         if candidate.ok:
             candidate.metrics |= _metrics(candidate, rank, data)
-            print(f"{_words(candidate.case)}: {candidate.samples.p50('step'):.4g} ms", flush=True)
+            print(f"{candidate.case.turn}: {candidate.samples.p50('step'):.4g} ms", flush=True)
     return ranks.gathered([candidate.metrics for candidate in candidates], rank)[0]  # rank 0 reads the clocks
 
 
@@ -220,10 +176,11 @@ class Trial:
     steps: int
     repeat: int
 
-
-def _words(case: Any) -> str:
-    parts = (case.attention, case.dtype, f"compile {case.compile}", case.wrapper)
-    return ", ".join((*parts, *["sharded"] * case.sharded, *["again"] * case.repeat))
+    @property
+    def turn(self) -> str:
+        """As for `on_ranks.begin_turn`."""
+        parts = (self.attention, self.dtype, f"compile {self.compile}", self.wrapper)
+        return ", ".join((*parts, *["sharded"] * self.sharded, *["again"] * self.repeat))
 
 
 @contextlib.contextmanager
@@ -233,6 +190,7 @@ def _turn(candidate: Candidate, rank: Rank, data: Data, folder: str) -> Iterator
 
     from cs336_systems.training.loop import Trainer
 
+    on_ranks.begin_turn(rank, candidate.case)
     trial, metrics, on_gpu = candidate.case, candidate.metrics, rank.device != "cpu"
     alone = trial.wrapper == "none"
     config = configuration(trial, folder, rank.device.split(":")[0])

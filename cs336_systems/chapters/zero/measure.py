@@ -14,19 +14,17 @@ torch's dispatcher sees take the place of the allocator (column `source`), and n
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cs336_systems import accounting
 from cs336_systems.accounting.zero import COMPONENTS, STEP_MOMENTS
-from cs336_systems.chapters.shared import depends
-from cs336_systems.launch.group import backend_and_device
-from cs336_systems.launch.start import launch
+from cs336_systems.chapters.shared import depends, on_ranks
+from cs336_systems.chapters.shared.needs import need_gpus
 from cs336_systems.measure.clocks.turns import columns
 from cs336_systems.sizes import size
-from cs336_systems.store.status import Skip, failure_is_a_row
+from cs336_systems.store import machine
 from cs336_systems.store.table import Table
 
 VARIANTS = {  # variant → names of `shared.parallel_step`: wrapper, optimizer
@@ -100,6 +98,11 @@ class Case:
         """What shares its processes with the case: its variant's other moments, or all that is timed."""
         return "in turns" if self.moment == TIMED else f"memory of {self.variant}"
 
+    @property
+    def turn(self) -> str:
+        """As for `on_ranks.begin_turn`: the moments of a variant in one context are measured together."""
+        return f"context {self.context_length}, {self.variant}"
+
 
 def grid(preset: str) -> list[Case]:
     """XL on two GPUs, and the project's own on four and eight; or the tiny model on a CPU."""
@@ -132,17 +135,6 @@ def _times(variants: Sequence[str], contexts: Sequence[int], **fields: Any) -> l
     ]
 
 
-def estimate_s(group: Sequence[Case]) -> float:
-    """Seconds that a group takes, roughly: starting the processes, building the model, its steps."""
-    contexts = len({case.context_length for case in group})
-    if group[0].size == ON_CPU:
-        return 6.0
-    if group[0].moment != TIMED:
-        return 10.0 + 3.5 * contexts
-    # turns also wrap the model and give memory back; counting takes some steps and a profile
-    return 34.0 + len(group) * (0.22 * (STEPS + TURNS * (SETTLING + 1)) + 2.0)
-
-
 # ------------------------------------------------------------------------------------------------ predictions
 def persistent_bucket_bytes(case: Case) -> int:
     """What the variant's container holds beside the gradients: torch's DDP a copy of each, BucketedDDP nothing."""
@@ -171,51 +163,20 @@ def predicted_peak(case: Case, device: str = "cuda") -> dict[str, int]:
 # ------------------------------------------------------------------------------------------------ measuring
 def refuse(case: Case) -> None:
     """Raises `Skip` where this machine cannot run the case."""
-    _, device = backend_and_device("auto", "auto", case.world_size)
-    if device == "cpu" and case.size != ON_CPU:
-        gpus = f"{case.world_size} GPU{'s' * (case.world_size > 1)}"
-        raise Skip(f"needs {gpus}")
+    if machine.gpu_names() or case.size != ON_CPU:
+        need_gpus(case.world_size)
 
 
-def run_group(cases: Sequence[Case]) -> Iterable[dict[str, Any]]:
-    """The metrics of each case.
-
-    All contexts in one launch; where that fails (one may not fit), each in one of its own.
-    """
-    contexts = list(dict.fromkeys(case.context_length for case in cases))
-    found, failed = _launched(cases, contexts)
-    if failed and len(contexts) > 1 and failed.get("status", "").startswith(("oom", "error")):
-        by_context = {context: _launched(cases, [context]) for context in contexts}
-        found = {key: metrics for some, _ in by_context.values() for key, metrics in some.items()}
-        failures = {context: failure for context, (_, failure) in by_context.items()}
-    else:
-        failures = dict.fromkeys(contexts, failed)
-    for case in cases:
-        yield dict(found.get(case, failures[case.context_length]))
+def run_group(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """The metrics of each case, of all contexts in one launch."""
+    timed = cases[0].moment == TIMED
+    return on_ranks.measured(
+        f"cs336_systems.chapters.zero.ranks:{'times' if timed else 'memory'}_on_a_rank", cases, refuse,
+        collective_timeout_s=90, **({} if timed else {"read": _of_fullest}),
+    )  # fmt: skip
 
 
-def _launched(
-    cases: Sequence[Case], contexts: Sequence[int]
-) -> tuple[dict[Case, dict[str, Any]], dict[str, Any]]:
-    """The metrics of the cases from one launch for these contexts, and what failed in all of them."""
-    chosen = [case for case in cases if case.context_length in contexts]
-    function = "times_on_a_rank" if chosen[0].moment == TIMED else "memory_on_a_rank"
-    found: dict[Case, dict[str, Any]] = {}
-    failed: dict[str, Any] = {}
-    with failure_is_a_row(failed):
-        for case in chosen:
-            refuse(case)
-        by_rank = launch(
-            f"cs336_systems.chapters.zero.ranks:{function}", chosen[0].world_size,
-            {"cases": [dataclasses.asdict(case) for case in chosen]},
-            timeout_s=120 + 5 * estimate_s(chosen), collective_timeout_s=90,
-        )  # fmt: skip
-        rows = _of_fullest(by_rank, chosen) if chosen[0].moment != TIMED else by_rank[0]
-        found = dict(zip(chosen, rows, strict=True))
-    return found, failed
-
-
-def _of_fullest(by_rank: list[list[dict[str, Any]]], cases: Sequence[Case]) -> list[dict[str, Any]]:
+def _of_fullest(cases: Sequence[Case], by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Each case as measured on the rank that holds most in the end, with the spread between ranks."""
     ends = [place for place, case in enumerate(cases) if case.moment == STEP_MOMENTS[-1]] or [0]
     fullest = max(by_rank, key=lambda found: found[ends[-1]]["live_bytes"])
@@ -226,4 +187,4 @@ def _of_fullest(by_rank: list[list[dict[str, Any]]], cases: Sequence[Case]) -> l
     return apart
 
 
-TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS, estimate_s=estimate_s)
+TABLE = Table(__name__, Case, METRICS, GROUP, grid, run_group, DEPENDS)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from cs336_systems.chapters.shared.on_ranks import begin_turn
 from cs336_systems.chapters.shared.parallel_step import ParallelStep, ParallelWorkload
 from cs336_systems.chapters.zero.measure import (
     COMPONENT_COLUMNS,
@@ -61,6 +62,7 @@ def memory_on_a_rank(rank: Rank, cases: list[dict[str, Any]]) -> list[dict[str, 
     found = {}
     for context in dict.fromkeys(case.context_length for case in wanted):
         one = next(case for case in wanted if case.context_length == context)
+        begin_turn(rank, one)
         with _allocator(rank) if rank.device != "cpu" else _tensors() as look:
             moments = _moments(one, rank, look)
         found |= {dataclasses.replace(one, moment=moment): metrics for moment, metrics in moments.items()}
@@ -196,11 +198,11 @@ def times_on_a_rank(rank: Rank, cases: list[dict[str, Any]]) -> list[dict[str, A
     contexts = sorted({case.context_length for case in wanted}, reverse=True)
     found: dict[Case, dict[str, Any]] = {}
     for context in contexts:
-        turn_of = [case for case in wanted if case.context_length == context]
-        work = _workload(turn_of[0], rank)
-        found |= _times_in_turns(work, turn_of)
+        in_turns = [case for case in wanted if case.context_length == context]
+        work = _workload(in_turns[0], rank)
+        found |= _times_in_turns(work, in_turns)
         if context == contexts[-1]:  # all has been timed
-            for case, counts in _all_counted(work, turn_of).items():
+            for case, counts in _all_counted(work, in_turns).items():
                 found[case] |= counts
         del work
     return [found[case] for case in wanted]
@@ -216,12 +218,13 @@ def _times_in_turns(work: ParallelWorkload, cases: list[Case]) -> dict[Case, dic
         row = {column: value for phase in (*PHASES, "step") for column, value in samples.row(phase).items()}
         found[case] = row | {"tokens_per_s": tokens / step_ms * 1e3} | samples.clocks()
         if rank.rank == 0:
-            print(f"context {case.context_length}, {case.variant}: {step_ms:.4g} ms", flush=True)
+            print(f"{case.turn}: {step_ms:.4g} ms", flush=True)
     return ranks.gathered(found, rank)[0]  # rank 0 reads the clocks
 
 
 @contextlib.contextmanager
 def _turn(work: ParallelWorkload, case: Case) -> Iterator[Phases]:
+    begin_turn(work.rank, case)
     with _step(work, case) as step:
         phases = {"optimizer": step.optimizer_step, "forward": step.forward, "backward": _backward(step)}
         phases["forward"]()
