@@ -159,7 +159,7 @@ def _measure(
     with terminal.wrong_input():
         refresh = selection.choice("refresh", refresh, measuring.REFRESH)
         root = rows.results_root() if save else None
-        place = make_folder("--out", out)
+        place = make_folder(out)
         terminal.check_json(json_file)
     with terminal.wrong_input(), alone(place, terminal.say):
         frame, failure = bench.measure(experiment, cases, refresh, root, options)

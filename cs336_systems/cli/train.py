@@ -192,7 +192,7 @@ def speedrun(
             numbers.number(gib, "gib="),
         )
         plan = room.choose(length, out, size, memory, numbers.whole(ranks, "ranks="), dtype, source, full)
-        make_folder("--out", plan.file.parent)
+        make_folder(plan.file.parent)
         for line in room.told(plan):
             _say(line)
         if dry_run:

@@ -212,20 +212,18 @@ def _lines(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
-def make_folder(option: str, folder: str | Path) -> Path:
+def make_folder(folder: str | Path) -> Path:
     """Makes a folder, and returns its path; ValueError, before the work whose results it is for, where nothing can be
     written into it, or where its name is blank."""
     if not str(folder).strip():
-        raise ValueError(f"{option} {str(folder)!r}: expected the name of a folder")
+        raise ValueError(f"{str(folder)!r} is not the name of a folder")
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ValueError(
-            f"{option} {folder}: it is not a folder that can be written: {error.strerror}"
-        ) from error
+        raise ValueError(f"{folder} is not a folder that can be written: {error.strerror}") from error
     return folder
 
 

@@ -146,7 +146,7 @@ def swept(plan: Plan, say: Any = print) -> Plan:
     with alone(out, say):
         info = pipeline.prepare(own, say)
     if not info.tokenizer:
-        raise ValueError("a sweep of learning rates needs a text; --source random has none")
+        raise ValueError("a sweep of learning rates needs a text; text.source='random' has none")
     losses = {}
     for rate in (float(f"{times * own.optimizer.learning_rate:.2g}") for times in RATES):
         short = load(None, {
@@ -178,6 +178,6 @@ def _short(config: TrainingConfig) -> dict[str, Any]:
 
 def write(plan: Plan) -> None:
     """The configuration as a file, which the plan's command reads. ValueError where a run is writing beside it."""
-    make_folder("--out", plan.file.parent)
+    make_folder(plan.file.parent)
     with alone(plan.file.parent):
         files.replace({plan.file: json.dumps(plan.config.to_dict(), indent=1) + "\n"})
