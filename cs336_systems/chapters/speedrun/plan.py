@@ -138,7 +138,9 @@ def swept(plan: Plan, say: Any = print) -> Plan:
     """The plan with the learning rate of RATES that has the lowest held-out loss after a short run, a whole schedule of
     _SHARE of the minutes; one that diverges has lost. These runs stay in `sweep/`: interrupted, a second call goes on
     with them. ValueError for a text without a tokenizer, and under torchrun."""
+    from cs336_systems.launch.start import LaunchError
     from cs336_systems.training import pipeline
+    from cs336_systems.training.loop import TrainingError
 
     if "RANK" in os.environ:
         raise ValueError("a sweep starts its own processes; allowed: without torchrun")
@@ -147,7 +149,7 @@ def swept(plan: Plan, say: Any = print) -> Plan:
         info = pipeline.prepare(own, say)
     if not info.tokenizer:
         raise ValueError("a sweep of learning rates needs a text; text.source='random' has none")
-    losses = {}
+    losses, diverged = {}, f"{TrainingError.__module__}.{TrainingError.__qualname__}"
     for rate in (float(f"{times * own.optimizer.learning_rate:.2g}") for times in RATES):
         short = load(None, {
             **own.to_dict(), "out": str(out / "sweep" / f"{rate:g}"), "text.source": str(out / "tokens" / "train.bin"),
@@ -157,11 +159,11 @@ def swept(plan: Plan, say: Any = print) -> Plan:
         })  # fmt: skip
         try:
             result = pipeline.train(short, lambda line: None)
-        except RuntimeError as error:  # of this process, or of a rank
-            if "TrainingError: " not in (why := f"{type(error).__name__}: {error}"):
+        except (TrainingError, LaunchError) as error:
+            if isinstance(error, LaunchError) and error.kind != diverged:
                 raise
             losses[rate] = math.inf
-            say(f"learning rate {rate:g}: {why}")
+            say(f"learning rate {rate:g}: {error}")
             continue
         if result["stopped"]:
             raise KeyboardInterrupt
