@@ -254,8 +254,8 @@ def lock(path: Path, busy: Callable[[], None] = lambda: None) -> Iterator[None]:
 
 @contextmanager
 def alone(folder: Path, say: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Alone among the commands that write into a folder, which is made. Where another process is at it, `say` gets a
-    line, and this one waits; without `say`, StoreError."""
+    """Alone among the commands that write into a folder, which is made, and goes where it stays empty. Where another
+    process is at it, `say` gets a line, and this one waits; without `say`, StoreError."""
 
     def busy() -> None:
         line = f"{folder}: another process is writing into it; "
@@ -264,9 +264,15 @@ def alone(folder: Path, say: Callable[[str], None] | None = None) -> Iterator[No
         say(line + "waiting until it has ended")
 
     with naming("write into", folder):
+        new = [place for place in (folder, *folder.parents) if not place.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-    with lock(folder, busy):
-        yield
+    try:
+        with lock(folder, busy):
+            yield
+    finally:
+        with suppress(OSError):  # something stands in it
+            for place in new:
+                place.rmdir()
 
 
 @contextmanager
