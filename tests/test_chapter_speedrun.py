@@ -137,6 +137,9 @@ def test_another_gpu_is_not_taken_for_this_cpu(tmp_path, monkeypatch):
     assert plan.config.run.dtype == "fp16" and "in fp16: the most" in told and "1 of 1 GPUs of 15 GiB" in told
     assert speedrun.choose(20, str(tmp_path), gib=speedrun.T4_GIB, dtype="bf16").config.run.dtype == "bf16"
     assert speedrun.choose(20, str(tmp_path)).config.run.dtype == "fp32"
+    with pytest.raises(ValueError, match=r"gib=14.7: this machine has no GPU"):  # nor trained for on it
+        speedrun.run(plan)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_full_run_reads_all_of_a_text_once():

@@ -124,9 +124,13 @@ def told(plan: Plan) -> Iterator[str]:
 # ------------------------------------------------------------------------------------------------ the run
 def run(plan: Plan, say: Any = print, sweep: bool = False) -> dict[str, Any]:
     """Trains, and writes what the model then writes; as `pipeline.train`, in `config.out`. sweep: with the
-    learning rate that `swept` finds."""
+    learning rate that `swept` finds. ValueError for a GPU's plan where there is none."""
     from cs336_systems.training import pipeline
 
+    if plan.machine.gib and not defaults.here().gib:
+        raise ValueError(
+            f"gib={plan.machine.gib:g}: this machine has no GPU; a dry run says what fits another's"
+        )
     if sweep:
         plan = swept(plan, say)
     if os.environ.get("RANK", "0") == "0":  # under torchrun one writes
