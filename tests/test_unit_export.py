@@ -119,4 +119,6 @@ def test_a_run_and_its_checkpoints_are_not_written_over(exported):
     for place in (run, step):
         done = cs336("export", run, "--hf", place)
         assert done.exit_code == 2 and f"{place} holds a run or a checkpoint" in done.stderr
+    done = cs336("export", run, "--hf", run / "log.csv" / "out")
+    assert done.exit_code == 2 and done.stderr.startswith(f"Error: {run}/log.csv/out is not a folder")
     assert {file: file.read_bytes() for file in before} == before

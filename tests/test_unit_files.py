@@ -89,6 +89,17 @@ def test_one_book_at_a_time(tmp_path, monkeypatch):
     assert build.build(list, root=tmp_path) == ["built"]
 
 
+def test_a_folder_that_stays_empty_goes_with_those_made_for_it(tmp_path):
+    (tmp_path / "mine").mkdir()
+    for name in ("mine", "new/er/est"):
+        with pytest.raises(KeyError), alone(tmp_path / name):
+            raise KeyError
+    assert [*tmp_path.iterdir()] == [tmp_path / "mine"]
+    with alone(tmp_path / "new" / "er"):
+        (tmp_path / "new" / "er" / "file").touch()
+    assert (tmp_path / "new" / "er" / "file").exists()
+
+
 def test_a_disk_without_locks_is_written_to(tmp_path, monkeypatch):
     def flock(*_):
         raise OSError(files.errno.ENOLCK, "No locks available")

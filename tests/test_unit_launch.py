@@ -227,6 +227,7 @@ def test_the_rank_that_failed_first_and_how(how, tmp_path, monkeypatch):
     assert caught.value.rank == int(words.split()[1])
     assert len(pids(tmp_path)) == 2 and not any(map(running, pids(tmp_path)))
     if how == "stubborn":
+        assert caught.value.kind == "builtins.ValueError"
         assert "Traceback" in words and 'raise ValueError("size=7' in words and "\nmore" in words
     if how != "skip":  # the other one fell because of this
         assert "rank 0" not in words
@@ -310,10 +311,10 @@ def test_what_the_error_says_of_a_watchdog(tmp_path):
 def test_an_error_of_our_own_is_told_in_its_sentence():
     rest = {"of_communication": False, "exit_code": 1, "stopped": False, "time_ns": 1}
     own, other = (
-        failure([{"error": f"{kind}: why", "traceback": "Traceback\n  File ...", **rest}])
+        failure([{"error": f"{kind}: why", "kind": kind, "traceback": "Traceback\n  File ...", **rest}])
         for kind in ("cs336_systems.store.files.StoreError", "json.JSONDecodeError")
     )
-    assert str(own) == "rank 0 of 1: StoreError: why"
+    assert str(own) == "rank 0 of 1: StoreError: why" and own.kind == "cs336_systems.store.files.StoreError"
     assert str(other).splitlines() == ["rank 0 of 1: json.JSONDecodeError: why", "Traceback", "  File ..."]
 
 

@@ -145,6 +145,14 @@ def test_weights_begun_from_are_not_needed_again(tmp_path):
     told = {"checkpoints__init_from": str(begun), "checkpoints__resume": "auto", "generation__samples": 0}
     told |= {"tokenizer__path": str(tmp_path / "a" / "tokens" / "tokenizer.json")}
     pipeline.train(made(tmp_path / "b", **told), lambda line: None)
+    known = lambda place: pipeline._finished(
+        made(tmp_path / "b", **told | {"checkpoints__init_from": str(place)})
+    )
+    moved = shutil.copytree(begun, tmp_path / "moved")
+    assert known(begun) and known(moved) and not known(shutil.copytree(tmp_path / "b", tmp_path / "other"))
+    shutil.rmtree(begun)
+    shutil.copytree(tmp_path / "b", begun)  # others of the same name
+    assert not known(begun)
     shutil.rmtree(begun)
     assert pipeline.train(made(tmp_path / "b", **told, schedule__steps=8), lambda line: None)["step"] == 8
 

@@ -210,8 +210,8 @@ def test_rows_are_read_through_the_chain(table, checkout):
 @pytest.mark.parametrize(
     ("commit", "where", "because", "said"),
     [
-        ("HEAD", {}, " ", "--because is empty"),
-        ("nowhere", {}, "x", "--from nowhere: .*nowhere"),
+        ("HEAD", {}, " ", "because is empty"),
+        ("nowhere", {}, "x", "commit nowhere: .*nowhere"),
         ("HEAD", {"colour": "red"}, "x", "no field 'colour'; allowed: size, impl"),
         ("HEAD", {"impl": "b,c"}, "x", "impl=c: no row of fake; allowed: a, b"),
     ],
@@ -226,6 +226,8 @@ def test_nothing_to_carry_and_damage(table, checkout):
     (provenance.PACKAGE / "part.py").write_text(PART)
     with pytest.raises(ValueError, match="as they were at HEAD"):
         provenance.carry([table], "HEAD", {}, "x", checkout)
+    with pytest.raises(ValueError, match="no field 'color'"):  # a typo is told first
+        provenance.carry([table], "HEAD", {"color": "red"}, "x", checkout)
     (checkout / "carried.csv").write_text("table,rows\nfake,\n")
     with pytest.raises(StoreError, match=r"carried\.csv: columns table, rows; expected table, rows, before"):
         provenance.current(table, checkout)

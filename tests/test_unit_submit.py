@@ -126,7 +126,7 @@ def test_tests_that_pass_and_tests_that_are_skipped(project, built):
 @pytest.mark.parametrize("out", ["", "  "])
 def test_a_folder_without_a_name_is_refused(project, built, out):
     done = call("--skip-tests", "--out", out)
-    assert done.exit_code == 2 and f"--out {out!r}: expected the name of a folder" in done.stderr
+    assert done.exit_code == 2 and f"{out!r} is not the name of a folder" in done.stderr
     assert len(done.stderr.splitlines()) == 1 and not (project / "code.zip").exists()
 
 

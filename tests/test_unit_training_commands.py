@@ -46,7 +46,7 @@ WRONG = [  # --set, and what the line names
     ("run.compile=yes", "off, attention, blocks, whole, graphs"), ("parallel.nproc=3", "multiple of 3"),
     ("parallel.wrapper=zero3", "in_place, torch, fsdp"), ("checkpoints.resume=/no/such", "no, auto, the folder"),
     ("generation.top_p=0", "above 0"), ("out=", "it must name a folder"), ("text.source=/no/such", "/no/such"),
-    ("checkpoints.init_from=/no/such", "/no/such is missing"),
+    ("checkpoints.init_from=/no/such", "init_from='/no/such': /no/such is missing"),
     ("generation.temperature=1e-300", "1e-6 or more"), ("model.num_layers=100000", "GiB are free"),
     ("model.attention=flash_cuda", "is unavailable"), ("generation.prompt=\ud800", "is not UTF-8"),
     ("parallel.timeout_s=1e9", "at most 100000000"), ("parallel.bucket_mb=1e7", "at most 1000000"),
@@ -70,7 +70,8 @@ def test_wrong_values_are_told_in_a_line(tmp_path, change, names):
     small += ["--set", "run.device=cpu"] if not change.startswith("run.") else []
     line = refused(call("train", *told, *small, "--set", change), names)
     assert line.startswith("Error: ")
-    assert not (tmp_path / "run" / "checkpoints").exists()
+    run = tmp_path / "run"  # none that is empty
+    assert not run.exists() or [*run.iterdir()] == [run / "text"]
 
 
 @pytest.mark.parametrize(
@@ -191,6 +192,16 @@ def test_the_forecast_of_a_rank_is_what_two_gpus_held(row):
     })  # fmt: skip
     expected = forecast.memory_bytes(config_, "fp32" if fp32 else "bf16", "cuda", 2)
     assert expected == pytest.approx(float(row["peak_bytes"]), rel=0.03)
+
+
+def test_a_dry_run_speaks_before_it_steps_and_makes_few_long_steps(monkeypatch):
+    said, steps, step = [], [], Trainer.train_step
+    monkeypatch.setattr(Trainer, "train_step", lambda self: steps.append(said[-1]) or step(self))
+    monkeypatch.setattr(forecast, "_ENOUGH_S", 1e-9)
+    small = {"model.size": "tiny", "model.context_length": 16, "batch.sequences": 1, "run.device": "cpu"}
+    for line in forecast.forecast(config.load(None, small)):
+        said.append(line)
+    assert len(steps) == 2 and all(line.startswith("a step: 16 tokens") for line in steps)
 
 
 @pytest.mark.parametrize("nproc", [1, 2])

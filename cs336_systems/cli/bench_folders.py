@@ -159,8 +159,8 @@ def _measure(
     with terminal.wrong_input():
         refresh = selection.choice("refresh", refresh, measuring.REFRESH)
         root = rows.results_root() if save else None
-        place = make_folder("--out", out)
         terminal.check_json(json_file)
+        place = make_folder(out)
     with terminal.wrong_input(), alone(place, terminal.say):
         frame, failure = bench.measure(experiment, cases, refresh, root, options)
         frame.insert(0, "machine", machine_name())

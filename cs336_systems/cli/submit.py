@@ -39,8 +39,8 @@ def submit(out: str | Path | None = None, skip_tests: bool = False) -> list[str]
         BookError: LaTeX is not installed, or as `build`.
     """
     root = project_root()
-    out = make_folder("--out", root / "submission" if out is None else out)
     build.missing_latex()  # known before the minutes that the tests take
+    out = make_folder(root / "submission" if out is None else out)
     if not skip_tests:
         command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "tests"]
         if code := subprocess.run(command, cwd=root).returncode:

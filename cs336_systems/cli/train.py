@@ -16,7 +16,7 @@ import typer
 
 from cs336_systems.cli.terminal import EXHAUSTED
 from cs336_systems.store import numbers
-from cs336_systems.store.files import alone, make_folder
+from cs336_systems.store.files import alone
 from cs336_systems.training.config import TrainingConfig, describe, load
 
 # what is changed most, by its flag; all else by --set
@@ -192,7 +192,6 @@ def speedrun(
             numbers.number(gib, "gib="),
         )
         plan = room.choose(length, out, size, memory, numbers.whole(ranks, "ranks="), dtype, source, full)
-        make_folder("--out", plan.file.parent)
         for line in room.told(plan):
             _say(line)
         if dry_run:

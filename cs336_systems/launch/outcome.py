@@ -1,9 +1,9 @@
 """How the ranks of a run ended: what is read from the files that they leave, and the error that is made of it.
 
-An *outcome* is what is known of one rank afterwards, as JSON: `result`, or `error` with `traceback`; `time_ns` of the
-error or the end, `of_communication` (whether that may be the consequence of another rank's failure), `exit_code`
-(negative for a signal), `stopped` (whether it ended because it was told to), `stack` (where it was then), `stderr` (its
-last lines) and `watchdog` (what NCCL's watchdog said). It is empty for a rank of which nothing was heard.
+An *outcome* is what is known of one rank afterwards, as JSON: `result`, or `error` with its `kind` and `traceback`;
+`time_ns` of the error or the end, `of_communication` (whether that may be the consequence of another rank's failure),
+`exit_code` (negative for a signal), `stopped` (whether it ended because it was told to), `stack` (where it was then),
+`stderr` (its last lines) and `watchdog` (what NCCL's watchdog said). It is empty for a rank of which nothing was heard.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ class LaunchError(RuntimeError):
     """A run ended without results. The first line says which rank failed and how; what it said follows.
 
     rank: the one that failed first; None if the run as a whole did (out of time, nothing heard of a rank).
+    kind: the class of what it raised, "module.Name"; empty where it was killed, say.
     """
 
-    def __init__(self, message: str, rank: int | None = None) -> None:
+    def __init__(self, message: str, rank: int | None = None, kind: str = "") -> None:
         super().__init__(message)
-        self.rank = rank
+        self.rank, self.kind = rank, kind
 
 
 # ---- outcomes
@@ -41,8 +42,6 @@ _OF_COMMUNICATION = re.compile(
     r"|^ValueError: all ranks must be given .*; what was raised is ",
     re.MULTILINE,
 )
-# An error of a class of this package's own: its sentence says all that there is to do.
-_OWN = re.compile(r"cs336_systems\.(?:\w+\.)*(\w+: .*)")
 
 
 def outcome(folder: Path, exit_code: int) -> dict[str, Any]:
@@ -86,8 +85,9 @@ def failure(outcomes: Sequence[dict[str, Any]]) -> LaunchError | None:
 
     first = min(failed, key=order)
     found = outcomes[first]
-    if own := _OWN.match(found.get("error", "")):
-        how, said = own[1], []
+    module = (kind := found.get("kind", "")).rpartition(".")[0]
+    if module.startswith("cs336_systems."):  # its own sentence says all that there is to do
+        how, said = found["error"].removeprefix(f"{module}."), []
     elif "error" in found:
         how, said = found["error"], found["traceback"].splitlines()[-40:]
     else:
@@ -96,7 +96,7 @@ def failure(outcomes: Sequence[dict[str, Any]]) -> LaunchError | None:
     lines = [f"rank {first} of {len(outcomes)}: {how}", *said]
     if found["of_communication"]:
         lines += others(outcomes, first)
-    return LaunchError("\n".join(lines), first)
+    return LaunchError("\n".join(lines), first, kind)
 
 
 def others(outcomes: Sequence[dict[str, Any]], first: int | None) -> list[str]:

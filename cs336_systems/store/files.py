@@ -212,20 +212,18 @@ def _lines(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
-def make_folder(option: str, folder: str | Path) -> Path:
+def make_folder(folder: str | Path) -> Path:
     """Makes a folder, and returns its path; ValueError, before the work whose results it is for, where nothing can be
     written into it, or where its name is blank."""
     if not str(folder).strip():
-        raise ValueError(f"{option} {str(folder)!r}: expected the name of a folder")
+        raise ValueError(f"{str(folder)!r} is not the name of a folder")
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ValueError(
-            f"{option} {folder}: it is not a folder that can be written: {error.strerror}"
-        ) from error
+        raise ValueError(f"{folder} is not a folder that can be written: {error.strerror}") from error
     return folder
 
 
@@ -256,8 +254,8 @@ def lock(path: Path, busy: Callable[[], None] = lambda: None) -> Iterator[None]:
 
 @contextmanager
 def alone(folder: Path, say: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Alone among the commands that write into a folder, which is made. Where another process is at it, `say` gets a
-    line, and this one waits; without `say`, StoreError."""
+    """Alone among the commands that write into a folder, which is made, and goes where it stays empty. Where another
+    process is at it, `say` gets a line, and this one waits; without `say`, StoreError."""
 
     def busy() -> None:
         line = f"{folder}: another process is writing into it; "
@@ -266,9 +264,15 @@ def alone(folder: Path, say: Callable[[str], None] | None = None) -> Iterator[No
         say(line + "waiting until it has ended")
 
     with naming("write into", folder):
+        new = [place for place in (folder, *folder.parents) if not place.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-    with lock(folder, busy):
-        yield
+    try:
+        with lock(folder, busy):
+            yield
+    finally:
+        with suppress(OSError):  # something stands in it
+            for place in new:
+                place.rmdir()
 
 
 @contextmanager

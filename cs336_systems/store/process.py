@@ -79,7 +79,7 @@ def started(
 
 
 def answer(folder: Path) -> dict[str, Any]:
-    """What a process that has ended has left: `result`, or `error`, its `traceback` and `time_ns`; or nothing."""
+    """What a process that has ended has left: `result`, or `error`, `kind`, `traceback` and `time_ns`; or nothing."""
     return files.read_json(folder / "answer.json")
 
 
@@ -96,6 +96,7 @@ def work(folder: str) -> None:
         words = "".join(traceback.format_exception_only(error))  # also of one that cannot be printed
         what = {
             "error": words.splitlines()[0],
+            "kind": f"{type(error).__module__}.{type(error).__qualname__}",
             "traceback": traceback.format_exc(),
             "time_ns": time.time_ns(),
         }

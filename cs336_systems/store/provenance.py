@@ -158,7 +158,7 @@ def carry(
     or row, and where nothing has changed; then nothing is written.
     """
     if not because.strip():
-        raise ValueError("--because is empty; say why what is measured is the same")
+        raise ValueError("because is empty: say why what is measured is the same")
     root = root or store.results_root()
     before, today = digests_at(commit, tables), f"{datetime.now(UTC):%Y-%m-%d}"
     chosen = " ".join(f"{field}={values}" for field, values in where.items())
@@ -166,11 +166,11 @@ def carry(
     for table in tables:
         name = table.name
         line = Line(name, chosen, before[name], digest(table), today, because)
+        of_before = _leading_to(line, table, where, root)
         if line.before == line.after:
             raise ValueError(
                 f"{name}: its files are as they were at {commit}; there is nothing to carry over"
             )
-        of_before = _leading_to(line, table, where, root)
         if not of_before:
             raise ValueError(f"{name}: no such row was measured with the code of {commit} ({line.before})")
         lines.append(line)
@@ -209,9 +209,9 @@ def digests_at(commit: str, tables: Sequence[Table]) -> dict[str, str]:
             ["git", "-C", str(PACKAGE.parent), "archive", commit, PACKAGE.name], capture_output=True
         )
         if archive.returncode:
-            raise ValueError(f"--from {commit}: {archive.stderr.decode(errors='replace').strip()}")
+            raise ValueError(f"commit {commit}: {archive.stderr.decode(errors='replace').strip()}")
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
         done = subprocess.run([sys.executable, "-c", _THERE, folder, *names], capture_output=True, text=True)
     if done.returncode:
-        raise ValueError(f"--from {commit}: {done.stderr.strip().splitlines()[-1]}")
+        raise ValueError(f"commit {commit}: {done.stderr.strip().splitlines()[-1]}")
     return json.loads(done.stdout)

@@ -65,7 +65,7 @@ def here(device: str = "auto", ranks: int = 1) -> Machine:
 
 def settled(told: Mapping[str, Any], say: Say) -> TrainingConfig:
     """The configuration of a command line alone, told by "section.key": that of a run to go on with, else what `chosen`
-    adds; `say` gets a line, or the three of `about`. ValueError as `load` and `chosen`."""
+    adds; `say` gets a line, or those of `about`. ValueError as `load` and `chosen`."""
     asked = load(None, told)
     if own := _own(asked):
         say("settings: those of the run that goes on; flags change them")
@@ -177,7 +177,7 @@ def _megabytes(config: TrainingConfig, machine: Machine) -> float:
 
 
 def about(config: TrainingConfig, machine: Machine) -> Iterator[str]:
-    """Three lines: what was chosen, and how to choose otherwise."""
+    """Two lines: what was chosen."""
     (ranks, _), batch, sizes = ranks_of(config), config.batch, config.model.sizes(config.tokenizer.vocab_size)
     where = f"{ranks} of {machine.gpus} GPUs of {machine.gib:.0f} GiB" if machine.gib else "the CPU"
     parts = f" in {batch.accumulate} parts" * (batch.accumulate > 1)
@@ -190,7 +190,3 @@ def about(config: TrainingConfig, machine: Machine) -> Iterator[str]:
     text = f"{most}{config.text.train_mb:g} MB of " * (config.text.train_mb > 0) + config.text.source
     rate = f"learning rate {config.optimizer.learning_rate:g}"
     yield f"for {length:g} {kind} on {text}, {rate}, compiled: {config.run.compile}"
-    yield (
-        "otherwise: --size, --context-length, --batch, --minutes, --train-mb, --learning-rate, --compile, --nproc, or "
-        "--config FILE; `cs336 train --keys` lists all"
-    )

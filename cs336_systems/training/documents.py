@@ -86,7 +86,8 @@ def held_out(corpus: Corpus, limit: float, seed: int) -> tuple[Iterable[Document
     """The documents to learn from, and some at random: as many as have `limit` bytes, and no more than a tenth of all,
     but one at least. Those that are alike stay together, so that what is held out is not learned from, unless every
     kind has more than that. One single document is cut in two."""
-    about = np.fromiter(((len(one), _digest(one)) for one in corpus), [("size", "i8"), ("digest", "u8")])
+    digest = lambda document: int.from_bytes(hashlib.blake2b(document, digest_size=8).digest())
+    about = np.fromiter(((len(one), digest(one)) for one in corpus), [("size", "i8"), ("digest", "u8")])
     limit = min(limit, about["size"].sum() / 10)
     if len(about) == 1:
         [whole] = corpus
@@ -103,10 +104,6 @@ def held_out(corpus: Corpus, limit: float, seed: int) -> tuple[Iterable[Document
     count = np.searchsorted(sizes[order].cumsum(), limit, "right")
     out[order[:count] if count or not len(sizes) else sizes.argmin()] = True
     return compress(corpus, ~out[kind]), compress(corpus, out[kind])
-
-
-def _digest(document: Document) -> int:
-    return int.from_bytes(hashlib.blake2b(document, digest_size=8).digest())
 
 
 def copy(documents: Iterable[Document], path: Path, limit: float) -> dict[str, Any]:

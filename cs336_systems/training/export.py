@@ -42,7 +42,7 @@ def export(place: Path, folder: str | Path, say: Say = print) -> list[Path]:
     if any((Path(folder) / name).exists() for name in ("checkpoints", "checkpoint.json")):
         raise ValueError(f"{folder} holds a run or a checkpoint; choose another folder")
     model, tokenizer, end_of_text = pipeline.trained(place, "cpu", say)
-    folder = files.make_folder("--hf", folder)
+    folder = files.make_folder(folder)
     end = tokenizer.id_to_token(end_of_text)
     # a prompt begins as documents do, after the end of another (by an id of its own: a token's may look like `$A`)
     begin = {"id": "begin", "ids": [end_of_text], "tokens": [end]}

@@ -15,7 +15,7 @@ from cs336_systems.training.config import TrainingConfig, for_ranks, load
 from cs336_systems.training.log import check_trackers
 
 _PLAIN = ("reference", "flash_torch")  # attention that keeps whole matrices of scores, or may
-_STEPS = 3
+_STEPS, _ENOUGH_S = 3, 5.0
 
 
 def ranks_of(config: TrainingConfig) -> tuple[int, int]:
@@ -99,18 +99,19 @@ def forecast(config: TrainingConfig) -> Iterator[str]:
     yield line
     tokens = config.batch.sequences * sizes.context_length
     flops = model_flops(sizes, config.batch.sequences, sizes.context_length, "train_step")
-    ms, share = _step_ms(config, ranks), ", its share of one rank" if ranks > 1 else ""
-    yield f"a step: {tokens} tokens, {flops:.3g} FLOPs; {ms:.0f} ms by {_STEPS} steps on random tokens{share}"
+    yield f"a step: {tokens} tokens, {flops:.3g} FLOPs; now some on random tokens, which take as long as the run's"
+    ms = _step_ms(config, ranks)
     kind, length = config.schedule.length
     if kind == "epochs":
         yield f"length: {length:g} epochs; how long they are the tokens will tell, {tokens / ms * 1e3:,.0f} a second"
         return
     steps = {"steps": length, "tokens": math.ceil(length / tokens), "minutes": 60e3 * length / ms}[kind]
-    yield f"time: {steps * ms / 60e3:.1f} minutes for {steps:,.0f} steps, beside text, evaluation and checkpoints"
+    beside = "communication, " * (ranks > 1) + "text, evaluation and checkpoints"
+    yield f"time: {steps * ms / 60e3:.1f} minutes for {steps:,.0f} steps of {ms:.0f} ms, beside {beside}"
 
 
 def _step_ms(config: TrainingConfig, ranks: int) -> float:
-    """Milliseconds of one rank's part of a step, without communication; the mean of a few, by the run's own clock."""
+    """Milliseconds of one rank's part of a step, without communication; the mean of some, by the run's own clock."""
     import numpy as np
 
     from cs336_systems.training.batches import Data
@@ -123,8 +124,7 @@ def _step_ms(config: TrainingConfig, ranks: int) -> float:
     count = sequences * config.model.context_length + 1
     ids = np.random.default_rng(0).integers(0, vocab, count)
     trainer = Trainer(alone, Data(ids, ids, vocab, count, end_of_text=0))
-    for _ in range(_STEPS + 1):  # the first one warms up, and is not timed
+    while trainer.clock.timed < _STEPS and trainer.clock.seconds < _ENOUGH_S:  # the first is not timed
         trainer.train_step()
         trainer.clock.stepped()
-    trainer.clock.ask()
     return 1e3 * trainer.clock.seconds / trainer.clock.timed

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
     from cs336_systems.launch.group import Rank
     from cs336_systems.model import TransformerLM
-
-_FOREVER_S = 1e8  # three years: a run ends by its schedule
 
 
 def prepare(config: TrainingConfig, say: Say = print) -> batches.Data:
@@ -87,8 +86,11 @@ def _begin(config: TrainingConfig, say: Say, held: contextlib.ExitStack) -> list
     start = _where_to_start(config, say)
     at = None
     if begun := "" if start else config.checkpoints.init_from:  # what goes on has its weights
-        checkpoints.weights_of(Path(begun).expanduser())
-        if at := checkpoints.of(Path(begun).expanduser()):
+        try:
+            checkpoints.weights_of(place := Path(begun).expanduser())
+        except files.StoreError as error:
+            raise ValueError(f"checkpoints.init_from={begun!r}: {error}") from error
+        if at := checkpoints.of(place):
             resuming.check(at, checkpoints.told(at), config, dtype=None)
     if start:
         dtype = modes.dtype_of(config.run.dtype, modes.device_of(config.run.device))
@@ -116,7 +118,7 @@ def _on_ranks(config: TrainingConfig, arguments: dict[str, Any], say: Say) -> di
     with on_sigterm((Path(config.out) / STOP).touch):
         return launch(
             f"{__name__}:on_a_rank", config.parallel.nproc, arguments, device=config.run.device,
-            timeout_s=_FOREVER_S, collective_timeout_s=config.parallel.timeout_s, log=say,
+            timeout_s=math.inf, collective_timeout_s=config.parallel.timeout_s, log=say,
         )[0]  # fmt: skip
 
 
@@ -136,9 +138,14 @@ def on_a_rank(rank: Rank | None, config: dict[str, Any], start: str, data: dict[
 
 # ------------------------------------------------------------------------------------------------ what is there already
 def digest(config: TrainingConfig) -> str:
-    """Of all settings that the trained weights depend on."""
-    counts = {"checkpoints.init_from": config.checkpoints.init_from}
-    counts |= resuming.settings(config, resuming.BESIDE)
+    """Of all settings that the trained weights depend on, and of the weights that were the first."""
+    from cs336_systems.training import checkpoints
+
+    if begun := config.checkpoints.init_from:
+        place = Path(begun).expanduser()
+        file = at / "model.safetensors" if (at := checkpoints.of(place)) else place
+        begun = outputs.sha256(file) if file.is_file() else begun  # one that is gone may be any
+    counts = {"checkpoints.init_from": begun} | resuming.settings(config, resuming.BESIDE)
     return hashlib.sha256(json.dumps(counts, sort_keys=True).encode()).hexdigest()[:16]
 
 

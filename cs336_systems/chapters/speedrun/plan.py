@@ -117,16 +117,20 @@ def told(plan: Plan) -> Iterator[str]:
         found = (what_fits(gib, size, context, dtype) for context in SHOWN_CONTEXTS)
         cells = [f"{most or '-'} ({need:.1f})" for most, need in found]
         yield f"  {size:8}" + "".join(f"{cell:>14}" for cell in cells)
-    yield from list(defaults.about(plan.config, plan.machine))[:2]
+    yield from defaults.about(plan.config, plan.machine)
     yield f"under torchrun: {plan.command}"
 
 
 # ------------------------------------------------------------------------------------------------ the run
 def run(plan: Plan, say: Any = print, sweep: bool = False) -> dict[str, Any]:
     """Trains, and writes what the model then writes; as `pipeline.train`, in `config.out`. sweep: with the
-    learning rate that `swept` finds."""
+    learning rate that `swept` finds. ValueError for a GPU's plan where there is none."""
     from cs336_systems.training import pipeline
 
+    if plan.machine.gib and not defaults.here().gib:
+        raise ValueError(
+            f"gib={plan.machine.gib:g}: this machine has no GPU; a dry run says what fits another's"
+        )
     if sweep:
         plan = swept(plan, say)
     if os.environ.get("RANK", "0") == "0":  # under torchrun one writes
@@ -138,7 +142,9 @@ def swept(plan: Plan, say: Any = print) -> Plan:
     """The plan with the learning rate of RATES that has the lowest held-out loss after a short run, a whole schedule of
     _SHARE of the minutes; one that diverges has lost. These runs stay in `sweep/`: interrupted, a second call goes on
     with them. ValueError for a text without a tokenizer, and under torchrun."""
+    from cs336_systems.launch.start import LaunchError
     from cs336_systems.training import pipeline
+    from cs336_systems.training.loop import TrainingError
 
     if "RANK" in os.environ:
         raise ValueError("a sweep starts its own processes; allowed: without torchrun")
@@ -146,8 +152,8 @@ def swept(plan: Plan, say: Any = print) -> Plan:
     with alone(out, say):
         info = pipeline.prepare(own, say)
     if not info.tokenizer:
-        raise ValueError("a sweep of learning rates needs a text; --source random has none")
-    losses = {}
+        raise ValueError("a sweep of learning rates needs a text; text.source='random' has none")
+    losses, diverged = {}, f"{TrainingError.__module__}.{TrainingError.__qualname__}"
     for rate in (float(f"{times * own.optimizer.learning_rate:.2g}") for times in RATES):
         short = load(None, {
             **own.to_dict(), "out": str(out / "sweep" / f"{rate:g}"), "text.source": str(out / "tokens" / "train.bin"),
@@ -157,11 +163,11 @@ def swept(plan: Plan, say: Any = print) -> Plan:
         })  # fmt: skip
         try:
             result = pipeline.train(short, lambda line: None)
-        except RuntimeError as error:  # of this process, or of a rank
-            if "TrainingError: " not in (why := f"{type(error).__name__}: {error}"):
+        except (TrainingError, LaunchError) as error:
+            if isinstance(error, LaunchError) and error.kind != diverged:
                 raise
             losses[rate] = math.inf
-            say(f"learning rate {rate:g}: {why}")
+            say(f"learning rate {rate:g}: {error}")
             continue
         if result["stopped"]:
             raise KeyboardInterrupt
@@ -178,6 +184,6 @@ def _short(config: TrainingConfig) -> dict[str, Any]:
 
 def write(plan: Plan) -> None:
     """The configuration as a file, which the plan's command reads. ValueError where a run is writing beside it."""
-    make_folder("--out", plan.file.parent)
+    make_folder(plan.file.parent)
     with alone(plan.file.parent):
         files.replace({plan.file: json.dumps(plan.config.to_dict(), indent=1) + "\n"})
