@@ -134,10 +134,10 @@ def test_a_model_that_does_not_fit_is_named_with_those_that_do():
         made(T4, model__size="large", optimizer__sharded=False, parallel__nproc=2)
 
 
-def test_the_choice_is_told_in_two_lines_and_a_file_has_none(monkeypatch, tmp_path):
+def test_the_choice_is_told_in_three_lines_and_a_file_has_none(monkeypatch, tmp_path):
     monkeypatch.setattr(defaults, "here", lambda device, ranks: Machine() if device == "cpu" else T4)
     said = []
-    assert defaults.settled({}, said.append).model.size == "small" and len(said) == 2
+    assert defaults.settled({}, said.append).model.size == "small" and len(said) == 3
     assert defaults.settled({"run.device": "cpu"}, said.append) == made(Machine(), run__device="cpu")
     (tmp_path / "a.toml").write_text("[schedule]\nsteps = 3\n")
     done = CliRunner().invoke(
@@ -156,7 +156,7 @@ def test_ranks_without_a_gpu_each_get_what_fits_a_cpu(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert defaults.settled({}, said.append).model.size == "mini"
-    assert all("the CPU" in line for line in said[::2])
+    assert all("the CPU" in line for line in said[::3])
 
 
 def test_a_run_that_goes_on_keeps_its_own(tmp_path, monkeypatch):

@@ -65,7 +65,7 @@ def here(device: str = "auto", ranks: int = 1) -> Machine:
 
 def settled(told: Mapping[str, Any], say: Say) -> TrainingConfig:
     """The configuration of a command line alone, told by "section.key": that of a run to go on with, else what `chosen`
-    adds; `say` gets a line, or those of `about`. ValueError as `load` and `chosen`."""
+    adds; `say` gets a line, or the three of `about`. ValueError as `load` and `chosen`."""
     asked = load(None, told)
     if own := _own(asked):
         say("settings: those of the run that goes on; flags change them")
@@ -177,7 +177,7 @@ def _megabytes(config: TrainingConfig, machine: Machine) -> float:
 
 
 def about(config: TrainingConfig, machine: Machine) -> Iterator[str]:
-    """Two lines: what was chosen."""
+    """Three lines: what was chosen, and how to choose otherwise."""
     (ranks, _), batch, sizes = ranks_of(config), config.batch, config.model.sizes(config.tokenizer.vocab_size)
     where = f"{ranks} of {machine.gpus} GPUs of {machine.gib:.0f} GiB" if machine.gib else "the CPU"
     parts = f" in {batch.accumulate} parts" * (batch.accumulate > 1)
@@ -188,5 +188,6 @@ def about(config: TrainingConfig, machine: Machine) -> Iterator[str]:
     kind, length = config.schedule.length
     most = "" if config.text.source in ("stories", "random") else "at most "  # these are as long as is asked
     text = f"{most}{config.text.train_mb:g} MB of " * (config.text.train_mb > 0) + config.text.source
-    rate = f"learning rate {config.optimizer.learning_rate:g}"
-    yield f"for {length:g} {kind} on {text}, {rate}, compiled: {config.run.compile}"
+    rate, compiled = config.optimizer.learning_rate, config.run.compile
+    yield f"for {length:g} {kind} on {text}, learning rate {rate:g}, compiled: {compiled}"
+    yield "otherwise: flags, such as --size and --minutes, or --config FILE; `cs336 train --keys` lists all settings"

@@ -117,7 +117,7 @@ def told(plan: Plan) -> Iterator[str]:
         found = (what_fits(gib, size, context, dtype) for context in SHOWN_CONTEXTS)
         cells = [f"{most or '-'} ({need:.1f})" for most, need in found]
         yield f"  {size:8}" + "".join(f"{cell:>14}" for cell in cells)
-    yield from defaults.about(plan.config, plan.machine)
+    yield from list(defaults.about(plan.config, plan.machine))[:2]
     yield f"under torchrun: {plan.command}"
 
 
