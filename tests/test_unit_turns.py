@@ -160,6 +160,9 @@ def test_slow_functions_are_called_seldom(monkeypatch, clock):
     assert len(found["fast"].ms("")) == 5
     found = take_turns({"fast": {"": fast}}, Calls("cpu", num_rounds=1, warmup_ms=0, rep_ms=10**6))
     assert len(found["fast"].ms("")) == calls.MAX_CALLS
+    before = ran.count("fast")
+    found = take_turns({"fast": {"": fast}}, Calls("cpu", num_rounds=2, warmup_ms=3.5, rep_ms=7.5))
+    assert len(found["fast"].ms("")) == 2 * 7 and ran.count("fast") - before == 2 + 2 * (3 + 7)
 
 
 def test_what_a_turn_holds_is_gone_when_the_next_one_is_made():
@@ -217,6 +220,13 @@ def test_what_fails_is_a_status_and_leaves_the_others(capsys):
         "skipped: needs a CUDA device", "error: ZeroDivisionError: di", "", "",
     ]  # fmt: skip
     assert len(tidied) == 4 and capsys.readouterr().err.count("Traceback") == 2  # together, and each alone
+
+
+def test_two_candidates_take_turns():
+    ran = []
+    pair = [Candidate(name, phases={"step": lambda name=name: ran.append(name)}) for name in "ab"]
+    assert time_together(pair, Steps("cpu", warmup=1, steps=2)) == pair
+    assert "".join(ran) == "aa" + "bb" + "bb" + "aa"
 
 
 def test_two_candidates_of_one_row_share_its_failure():
