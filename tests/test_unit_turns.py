@@ -358,8 +358,12 @@ def test_clock_and_power_are_read_during_a_candidate_s_turns(nvml, instant, powe
         len(watch.readings) >= 2 for watch in found.watches
     )  # at entry and exit
     assert all(watch._thread is None for watch in found.watches)
+    told = [
+        take_turns({"a": {"": int}}, Steps("cpu", watched=watched))["a"].clocks() for watched in (True, False)
+    ]
+    assert told == [{"sm_mhz": 1500.0, "power_w": power}, {"sm_mhz": None, "power_w": None}]
     unwatched = take_turns({"a": {"": int}}, Calls("cpu", **few, watched=False))["a"]
-    assert unwatched.clocks() == {"sm_mhz": None, "power_w": None}
+    assert unwatched.clocks() == told[1]
 
 
 def test_a_watch_that_fails_says_why(nvml):
