@@ -251,7 +251,7 @@ def test_without_a_gpu():
         with pytest.raises(Skip, match="needs a CUDA device"):
             make()
     assert peak_gib(lambda: 1 / 0) is None  # not called
-    with Watch() as watch, watch:
+    with Watch() as watch:
         pass
     assert medians([watch]) == {"sm_mhz": None, "power_w": None} == Samples().clocks()
     assert watch.why == "needs a CUDA device"
@@ -357,7 +357,7 @@ def test_clock_and_power_are_read_during_a_candidate_s_turns(nvml, instant, powe
     assert len(found.watches) == 2 and all(
         len(watch.readings) >= 2 for watch in found.watches
     )  # at entry and exit
-    assert all(watch._thread is None for watch in found.watches)
+    assert not any(watch._thread.is_alive() for watch in found.watches)
     told = [
         take_turns({"a": {"": int}}, Steps("cpu", watched=watched))["a"].clocks() for watched in (True, False)
     ]
