@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from cs336_systems import chapters
+from cs336_systems import accounting, chapters
 from cs336_systems.accounting import fsdp as closed
 from cs336_systems.accounting.memory import memory_moments
 from cs336_systems.chapters.fsdp import measure as fsdp
@@ -159,6 +159,10 @@ def test_what_is_held_is_an_nth_of_what_is_sharded(ranks):
         assert plain == sharded == whole
     sent = [sum(closed.sent_bytes(config, kind, ranks).values()) for kind in ("ddp", "fsdp")]
     assert ranks == 1 or sent[1] / sent[0] == pytest.approx(1.5, rel=0.01)
+    for kind in ("ddp", "sharded"):
+        phases = accounting.zero_step_bytes(kind, ranks, plain["parameters"], plain["gradients"])
+        found = closed.sent_bytes(config, kind, ranks)
+        assert tuple(found.values()) == pytest.approx((0, *phases.values()))
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
