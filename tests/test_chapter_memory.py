@@ -74,7 +74,11 @@ def test_tensors_are_watched_from_their_making_to_their_end():
     assert list(found.active()) == [0, 400, 800, 1200, 800]
     assert list(after.active())[-1] == 400 and empty.numel() == 0
     assert [(m.name, m.index) for m in found.marks] == [("model", 0), ("forward", 1)]
-    [line] = {g.code.split(":")[0] for g in timeline(found).largest}
+    condensed = timeline(found)  # a stage's first allocation is its own, and none of the one before
+    assert [(s.peak.bytes, s.peak.by_category) for s in condensed.stages] == [
+        (400, {"weights": 400}), (1200, {"weights": 400, "activations": 400, "temporaries": 400}),
+    ]  # fmt: skip
+    [line] = {g.code.split(":")[0] for g in condensed.largest}
     assert line == Path(__file__).name  # torch's own frames are not taken for the caller
     del kept  # nothing is written down any more
     assert list(after.active())[-1] == 400
