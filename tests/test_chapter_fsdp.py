@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from cs336_systems import chapters
+from cs336_systems import accounting, chapters
 from cs336_systems.accounting import fsdp as closed
 from cs336_systems.accounting.memory import memory_moments
 from cs336_systems.chapters.fsdp import measure as fsdp
@@ -130,6 +130,42 @@ def test_what_is_held_is_an_nth_of_what_is_sharded(ranks):
         assert plain == sharded == whole
     sent = [sum(closed.sent_bytes(config, kind, ranks).values()) for kind in ("ddp", "fsdp")]
     assert ranks == 1 or sent[1] / sent[0] == pytest.approx(1.5, rel=0.01)
+    for kind in ("ddp", "sharded"):
+        phases = accounting.zero_step_bytes(kind, ranks, plain["parameters"], plain["gradients"])
+        found = closed.sent_bytes(config, kind, ranks)
+        assert tuple(found.values()) == pytest.approx((0, *phases.values()))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_sent_is_what_the_collectives_are_given(ranks, dtype, monkeypatch):
+    """By a group that sends nothing, of sizes that the ranks divide."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from cs336_systems.measure.counters.collectives import Collectives
+    from cs336_systems.model import build
+    from cs336_systems.parallel import shards
+    from cs336_systems.parallel.fsdp import FullyShardedDataParallel
+
+    monkeypatch.setattr(shards, "_group_of_gathers", lambda group, device: group)
+    torch.distributed.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    config = dataclasses.replace(size("tiny"), num_layers=3, vocab_size=200, num_kv_heads=2)
+    model = build(config, "reference")
+    wrapped = FullyShardedDataParallel(model, compute_dtype=dtype, units=model.layers)
+    with Collectives() as forward:
+        loss = wrapped(torch.zeros(2, 8, dtype=torch.long)).float().mean()
+    with Collectives() as backward:
+        loss.backward()
+        wrapped.finish_gradient_synchronization()
+    torch.distributed.destroy_process_group()
+
+    def sent(by):  # of n shards and the whole, n - 1 shards; of a tensor 2(n - 1)/n
+        halves = by.num_bytes("all_gather") + by.num_bytes("reduce_scatter")
+        return (ranks - 1) * (halves / (ranks + 1) + 2 * by.num_bytes("all_reduce") / ranks)
+
+    expected = closed.sent_bytes(config, "fsdp", ranks, dtype.itemsize)
+    assert sent(forward) == expected["forward"]
+    assert sent(backward) == pytest.approx(expected["backward"], abs=200)  # what the ranks agree on, too
 
 
 def test_the_peak_of_one_rank_is_that_of_training_on_one_device():

@@ -74,10 +74,36 @@ def test_tensors_are_watched_from_their_making_to_their_end():
     assert list(found.active()) == [0, 400, 800, 1200, 800]
     assert list(after.active())[-1] == 400 and empty.numel() == 0
     assert [(m.name, m.index) for m in found.marks] == [("model", 0), ("forward", 1)]
-    [line] = {g.code.split(":")[0] for g in timeline(found).largest}
+    condensed = timeline(found)  # a stage's first allocation is its own, and none of the one before
+    assert [(s.peak.bytes, s.peak.by_category) for s in condensed.stages] == [
+        (400, {"weights": 400}), (1200, {"weights": 400, "activations": 400, "temporaries": 400}),
+    ]  # fmt: skip
+    [line] = {g.code.split(":")[0] for g in condensed.largest}
     assert line == Path(__file__).name  # torch's own frames are not taken for the caller
     del kept  # nothing is written down any more
     assert list(after.active())[-1] == 400
+
+
+def test_what_was_there_before_is_so_however_it_is_used():
+    read, viewed, written, gone = (torch.zeros(n, 4) for n in (1, 2, 3, 5))
+    with tensors.watching_tensors() as (mark, snapshot):
+        mark("forward")
+        product = read @ viewed.mT
+        written += 1
+        product += gone.sum()
+        del gone
+        copied = torch.tensor([1.0, 2.0, 3.0])  # made here
+        found = snapshot()
+    states = {
+        (a.size, a.begin < 0, a.end < found.num_events) for a in found.allocations if a.size != 4
+    }  # but the sum
+    assert states == {
+        (16, True, False), (32, True, False), (48, True, False), (80, True, True),
+        (product.nbytes, False, False), (copied.nbytes, False, False),
+    }  # fmt: skip
+    assert timeline(found).bytes["before recording"][0] == found.active()[0] == 16 * (1 + 2 + 3 + 5)
+    del read, viewed, written  # nothing is written down any more
+    assert snapshot().active()[-1] == found.active()[-1]
 
 
 def test_a_tensor_that_another_thread_lets_go_meanwhile(monkeypatch):

@@ -116,14 +116,18 @@ def test_the_gpu_multiplies_once_more():
 
 
 def test_hopper_adds_up_dq_in_fp32():
-    for head_dim, padded in ((40, 64), (64, 64), (80, 128)):
-        shape = (8, 4096, 1024, head_dim, 2)
-        hopper, flash = (accounting.attention_peak_bytes(*shape, impl) for impl in ("flash_hopper", "flash"))
-        assert hopper - flash == 8 * 4096 * (4 * padded + 4)
-        before, main, after = accounting.attention_kernels(*shape, "flash_hopper", "backward")
-        assert [main] == list(accounting.attention_kernels(*shape, "flash", "backward"))
-        assert after.num_bytes == 8 * 4096 * (4 * padded + 2 * head_dim)
-        assert before.num_bytes == 8 * 4096 * (2 * 2 * head_dim + 3 * 4 + 4 * padded)
+    for head_dim, padded in ((40, 64), (64, 64), (80, 128), (136, 256), (192, 256)):
+        for queries in (4096, 4033):  # in tiles of 64
+            shape = (8, queries, 1024, head_dim, 2)
+            hopper, flash = (
+                sum(accounting.attention_moments(*shape, impl)["backward"].values())
+                for impl in ("flash_hopper", "flash")
+            )
+            assert hopper - flash == 8 * (4096 * (4 * padded + 2 * 4) - queries * 4)
+            before, main, after = accounting.attention_kernels(*shape, "flash_hopper", "backward")
+            assert [main] == list(accounting.attention_kernels(*shape, "flash", "backward"))
+            assert after.num_bytes == 8 * (4096 * 4 * padded + queries * 2 * head_dim)
+            assert before.num_bytes == 8 * (queries * (2 * 2 * head_dim + 4) + 4096 * (2 * 4 + 4 * padded))
 
 
 def test_pieces_are_three_of_two_bytes():

@@ -24,6 +24,7 @@ def test_a_tile_of_the_backward_pass_by_hand():
     tile = 64 * 128
     one, queries, keys = (accounting.backward_work(64, 128, passes) for passes in ("one", "queries", "keys"))
     assert (one.products, queries.products, keys.products) == (5, 3, 4)
+    assert one.exps == queries.exps == keys.exps == 1  # each pass computes P again
     scores = 2 * 2 * (64 * 64 + 128 * 64)  # S and dP: both operands from shared memory
     sums = 2 * 128 * 64  # P or dS in registers, the other operand from shared memory
     assert queries.shared * tile == pytest.approx(scores + sums)

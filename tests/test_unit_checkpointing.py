@@ -75,7 +75,7 @@ def peak(number, through):
     with watching_tensors() as (_, snapshot):
         through(blocks, x).sum().backward()
         found = snapshot()
-    weights = sum(p.nbytes for p in blocks.parameters())  # seen when a view of them is made
+    weights = sum(p.nbytes for p in blocks.parameters())  # which were there before
     return (found.active().max() - weights) / (x.nbytes * 64)
 
 

@@ -110,6 +110,12 @@ def test_choices_follow_their_probabilities():
         torch.testing.assert_close(drawn, torch.tensor(expected) / sum(expected), atol=0.04, rtol=0)
 
 
+def test_no_more_than_k_are_chosen_from_of_equals_either():
+    logits, random = torch.tensor([0.0, 2.0, 1.0, 2.0, 2.0, 1.0]), torch.Generator().manual_seed(0)
+    for k in (1, 2, 3, 4):
+        assert len({choose(how(top_k=k), logits, random) for _ in range(200)}) == k
+
+
 def test_an_empty_prompt_is_refused(model):
     with pytest.raises(ValueError, match="prompt"):
         list(generate(model, [[1], []], how()))

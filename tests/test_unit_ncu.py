@@ -69,6 +69,11 @@ def test_what_is_not_its_table_is_refused(text, said):
         ncu.parse(text)
 
 
+def test_counters_that_may_not_be_read_are_skipped():
+    with pytest.raises(Skip, match="the right to read"):
+        ncu.parse("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission")
+
+
 def test_without_the_tool(monkeypatch, tmp_path):
     monkeypatch.setattr(ncu, "find", lambda: None)
     with pytest.raises(Skip, match="no `ncu` in PATH"):

@@ -65,6 +65,17 @@ def test_a_phase_that_comes_twice_is_both():
     assert step.phases == (("backward", 10 * MS, 20 * MS),)
 
 
+def test_each_of_two_steps_has_phases_of_its_own():
+    first = trace()
+    later = [r._replace(start_ns=r.start_ns + 60 * MS, end_ns=r.end_ns + 60 * MS) for r in ranges()[2:]]
+    kernels = (kernel("gemm", 85, 105, 76, thread=2), kernel(NCCL, 95, 110, 77, thread=2, stream=20))
+    both = Trace("nsys", (*first.kernels, *kernels), (*first.ranges, *later))
+    alone, second = overlap(both, "step", PHASES)
+    assert alone == overlap(first, "step", PHASES)[0]
+    assert (second.communication_ms, second.overlap_ms, second.backward_overlap_ms) == (15, 10, 10)
+    assert second.phases == (("backward", 15 * MS, 20 * MS),)
+
+
 def test_nothing_sent_overlaps_nothing():
     kernels = tuple(k for k in trace().kernels if k.name != NCCL)
     [step] = overlap(Trace("nsys", kernels, tuple(ranges())), "step", PHASES)
@@ -74,7 +85,7 @@ def test_nothing_sent_overlaps_nothing():
 
 
 def test_gloo_speaks_for_itself_on_a_cpu():
-    sent = [Range("gloo:all_reduce", 14 * MS, 30 * MS, process, 5) for process in (1, 2)]
+    sent = [Range("gloo:all_reduce", 14 * MS, end * MS, process, 5) for process, end in ((1, 30), (2, 40))]
     asked = Kernel("c10d::allreduce_", 13 * MS, 14 * MS, 0, 0, 13 * MS, 1, 1, 1 * MS)
     work = Kernel("aten::mm", 15 * MS, 20 * MS, 0, 0, 15 * MS, 1, 1, 5 * MS)
     [step] = overlap(Trace("torch-cpu", (asked, work), (*ranges(), *sent)), "step", PHASES)

@@ -160,6 +160,9 @@ def test_slow_functions_are_called_seldom(monkeypatch, clock):
     assert len(found["fast"].ms("")) == 5
     found = take_turns({"fast": {"": fast}}, Calls("cpu", num_rounds=1, warmup_ms=0, rep_ms=10**6))
     assert len(found["fast"].ms("")) == calls.MAX_CALLS
+    before = ran.count("fast")
+    found = take_turns({"fast": {"": fast}}, Calls("cpu", num_rounds=2, warmup_ms=3.5, rep_ms=7.5))
+    assert len(found["fast"].ms("")) == 2 * 7 and ran.count("fast") - before == 2 + 2 * (3 + 7)
 
 
 def test_what_a_turn_holds_is_gone_when_the_next_one_is_made():
@@ -219,6 +222,13 @@ def test_what_fails_is_a_status_and_leaves_the_others(capsys):
     assert len(tidied) == 4 and capsys.readouterr().err.count("Traceback") == 2  # together, and each alone
 
 
+def test_two_candidates_take_turns():
+    ran = []
+    pair = [Candidate(name, phases={"step": lambda name=name: ran.append(name)}) for name in "ab"]
+    assert time_together(pair, Steps("cpu", warmup=1, steps=2)) == pair
+    assert "".join(ran) == "aa" + "bb" + "bb" + "aa"
+
+
 def test_two_candidates_of_one_row_share_its_failure():
     metrics = {}
     failing, other = (Candidate("case", metrics, {"step": step}) for step in (lambda: 1 / 0, int))
@@ -241,7 +251,7 @@ def test_without_a_gpu():
         with pytest.raises(Skip, match="needs a CUDA device"):
             make()
     assert peak_gib(lambda: 1 / 0) is None  # not called
-    with Watch() as watch, watch:
+    with Watch() as watch:
         pass
     assert medians([watch]) == {"sm_mhz": None, "power_w": None} == Samples().clocks()
     assert watch.why == "needs a CUDA device"
@@ -347,9 +357,13 @@ def test_clock_and_power_are_read_during_a_candidate_s_turns(nvml, instant, powe
     assert len(found.watches) == 2 and all(
         len(watch.readings) >= 2 for watch in found.watches
     )  # at entry and exit
-    assert all(watch._thread is None for watch in found.watches)
+    assert not any(watch._thread.is_alive() for watch in found.watches)
+    told = [
+        take_turns({"a": {"": int}}, Steps("cpu", watched=watched))["a"].clocks() for watched in (True, False)
+    ]
+    assert told == [{"sm_mhz": 1500.0, "power_w": power}, {"sm_mhz": None, "power_w": None}]
     unwatched = take_turns({"a": {"": int}}, Calls("cpu", **few, watched=False))["a"]
-    assert unwatched.clocks() == {"sm_mhz": None, "power_w": None}
+    assert unwatched.clocks() == told[1]
 
 
 def test_a_watch_that_fails_says_why(nvml):

@@ -5,9 +5,9 @@ their gradients) has batch_heads · num_queries · num_keys elements, which is w
 
 impl: "reference", plain PyTorch operation by operation (`attention.reference`); "compiled", the same with everything
 between the matmuls fused and dA written in P's place, as `torch.compile` does; "flash", kernels that store no
-score; "flash_hopper", those of `attention.hopper`, which accumulate dQ in fp32, d padded to 64 or 128; "flash_split",
-those of `attention.hopper.split` for fp32, which split every input into three bf16 pieces, lengths padded to 128 and d
-to a power of two.
+score; "flash_hopper", those of `attention.hopper`, which accumulate dQ in fp32, lengths padded to 64 and d to 64, 128
+or 256; "flash_split", those of `attention.hopper.split` for fp32, which split every input into three bf16 pieces,
+lengths padded to 128 and d to a power of two.
 device: on "cuda" torch computes softmax's gradient with one more matrix, P∘dP; on "cpu" it doesn't.
 
 Only tensors are counted: Q, K, V and dO, which the caller holds all the time, and what is computed from them. A process
@@ -64,19 +64,27 @@ class _Sizes:
         return self.batch_heads * self.num_queries * _FP32_BYTES
 
     @property
+    def padded_row(self) -> int:
+        """As `row`, in whole tiles of 64 queries, as the kernels for Hopper pad them."""
+        return self.batch_heads * self.padded(self.num_queries, 64) * _FP32_BYTES
+
+    @property
     def query_sum(self) -> int:
-        """dQ in fp32, in whole tiles of 64 rows, as the kernels for Hopper pad it."""
-        rows = -(-self.num_queries // 64) * 64
-        return self.batch_heads * rows * (64 if self.head_dim <= 64 else 128) * _FP32_BYTES
+        """dQ in fp32, padded alike, and to the columns that those kernels compute with."""
+        return self.padded_row * self.columns(64)
 
     def pieces(self, length: int) -> int:
         """Three bf16 pieces of each element of a padded Q, K, V or dO."""
-        return self.batch_heads * self.padded(length) * max(16, 1 << (self.head_dim - 1).bit_length()) * 6
+        return self.batch_heads * self.padded(length) * self.columns(16) * 6
+
+    def columns(self, least: int) -> int:
+        """The head dimension as a power of two."""
+        return max(least, 1 << (self.head_dim - 1).bit_length())
 
     @staticmethod
-    def padded(length: int) -> int:
-        """Rows in whole tiles of 128."""
-        return -(-length // 128) * 128
+    def padded(length: int, tile: int = 128) -> int:
+        """Rows in whole tiles."""
+        return -(-length // tile) * tile
 
     @property
     def product_flops(self) -> int:
@@ -108,7 +116,7 @@ def attention_moments(
         kept = inputs | out | {"L": t.row}
         forward, backward = {}, {"D": t.row}
         if impl == "flash_hopper":
-            backward = {"L and D, scaled": 2 * t.row, "dQ in fp32": t.query_sum}
+            backward = {"L and D, scaled": 2 * t.padded_row, "dQ in fp32": t.query_sum}
         elif impl == "flash_split":
             queries, keys = t.pieces(num_queries), t.pieces(num_keys)
             forward = {"pieces of Q": queries, "pieces of K and V": 2 * keys}
@@ -189,7 +197,7 @@ def attention_kernels(
             return (Kernel("Q, K, V, dO in pieces, D", 0, moved), main)
         if impl == "flash" or part == "forward":
             return (main,)
-        before = Kernel("D, dQ = 0", 0, 2 * t.query + 3 * t.row + t.query_sum)
+        before = Kernel("D, dQ = 0", 0, 2 * t.query + t.row + 2 * t.padded_row + t.query_sum)
         return (before, main, Kernel("dQ rounded", 0, t.query_sum + t.query))
 
     def product(

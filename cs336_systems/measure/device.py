@@ -90,10 +90,9 @@ class Watch:
             ...
         row = medians([watch])
 
-    `sm_mhz` and `power_w` are medians over the samples; None where there is nothing to read, and then `why`
-    says what is missing (a CUDA device, the package nvidia-ml-py, or a permission). The first reading is
-    taken at entry and the last at exit, so a short block has two. Blocks of the same watch add to its
-    readings. `interval_s` None reads nothing.
+    The first reading is taken at entry and the last at exit, so a short block has two. Where there is nothing to read,
+    `why` says what is missing (a CUDA device, the package nvidia-ml-py, or a permission). `interval_s` None reads
+    nothing.
     """
 
     def __init__(self, interval_s: float | None = 0.02) -> None:
@@ -105,10 +104,9 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Watch:
-        if self._nvml is None and self.why is None:
+        if self.why is None:
             self.why = self._find_device()
         if self.why is None:
-            self._stop.clear()
             self._read()
         if self.why is None:
             self._thread = threading.Thread(target=self._loop, daemon=True)
@@ -119,7 +117,6 @@ class Watch:
         if self._thread is not None:
             self._stop.set()
             self._thread.join()
-            self._thread = None
             self._read()
 
     def _find_device(self) -> str | None:
@@ -158,16 +155,6 @@ class Watch:
     def _loop(self) -> None:
         while self.why is None and not self._stop.wait(self.interval_s or 0):
             self._read()
-
-    @property
-    def sm_mhz(self) -> float | None:
-        """Median SM clock, MHz."""
-        return medians([self])["sm_mhz"]
-
-    @property
-    def power_w(self) -> float | None:
-        """Median power draw of the whole device, W."""
-        return medians([self])["power_w"]
 
 
 def medians(watches: Iterable[Watch]) -> dict[str, float | None]:

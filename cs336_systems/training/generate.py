@@ -26,8 +26,8 @@ def choose(how: Generation, logits: Tensor, random: torch.Generator) -> int:
     if how.temperature == 0:
         return int(logits.argmax())
     if how.top_k:
-        least = logits.topk(min(how.top_k, len(logits))).values[-1]
-        logits = logits.masked_fill(logits < least, -torch.inf)
+        kept = logits.topk(min(how.top_k, len(logits)))  # no more, of equals either, which bf16 has often
+        logits = torch.full_like(logits, -torch.inf).scatter(0, kept.indices, kept.values)
     p = (logits / how.temperature).softmax(-1)
     if how.top_p < 1:
         ordered, order = p.sort(descending=True, stable=True)

@@ -23,8 +23,9 @@ RULES: tuple[tuple[str, str], ...] = (
     # the transfers of the copy engines: Nsight Systems, torch's profiler
     (MEMORY, r"^\[CUDA mem|^Mem(cpy|set)\b"),
     (COMMUNICATION, r"nccl\w*Kernel"),
-    # this project's Triton kernels (attention/triton/)
-    (ATTENTION, r"^(bounds|forward|combine|backward_queries|backward_keys)_kernel$"),
+    # this project's kernels in Triton, Gluon and CUDA C++ (attention/, ladder/)
+    (ATTENTION, r"^(bounds|forward|combine|alone|wide|prepare|finish|sum|few_queries|split(_gradient)?|delta|scale|"
+                r"backward(_queries|_keys|_wide)?|before|queries|(single_)?keys|after)_kernel$"),
     # FlashAttention 2 and 3, PyTorch's memory-efficient kernels, cuDNN, FlexAttention in Inductor
     (ATTENTION, r"flash_(fwd|bwd)|FlashAttn|flash_attention|fmha_|_sdpa_|flex_attention"),
     # torch.optim with foreach=True or fused=True; gradient clipping uses these kernels as well
