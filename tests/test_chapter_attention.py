@@ -211,11 +211,6 @@ def test_the_cap_is_a_share_of_the_gpu_and_is_lifted_also_after_a_failure(eighty
     assert eighty_gib == []
 
 
-@without_gpu
-def test_a_cpu_has_no_cap(quick):
-    assert experiment.run_group(group(cap_gib=24)) == [{"status": "skipped: needs a CUDA device"}] * 3
-
-
 # --------------------------------------------------------------------------------- on a GPU
 def form(case, kernels="portable"):
     if kernels in ("hopper", "split"):

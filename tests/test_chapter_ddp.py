@@ -87,14 +87,10 @@ def test_a_recorded_group(results_root):
 
 
 @without_gpu
-def test_what_a_machine_cannot_run_says_what_it_needs(monkeypatch):
-    [row] = ddp.run_group([case(dtype="tf32")])
-    assert row["status"].startswith("skipped: needs a CUDA device")
+def test_what_does_not_fit_is_not_begun(monkeypatch):
     monkeypatch.setattr(machine, "free_memory_bytes", lambda device: 8 * 2**30)
     large = list(ddp.run_group([case(size="xl"), case(size="xl", wrapper="none")]))
     assert len(large) == 2 and all("8.0 GiB are free" in row["status"] for row in large)
-    monkeypatch.setattr(machine, "gpu_names", lambda: ["NVIDIA H200"])
-    assert [r["status"] for r in ddp.run_group([case()])] == ["skipped: needs 2 GPUs; there is 1"]
 
 
 @without_gpu

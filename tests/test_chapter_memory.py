@@ -144,12 +144,6 @@ def test_timelines_of_the_smoke_preset_are_those_of_their_rows(smoke):
     assert first["peak_bytes"] == again["peak_bytes"] and first["allocations"] == again["allocations"]
 
 
-@without_gpu
-def test_a_cpu_leaves_the_large_models_out():
-    [metrics] = memory.run_group([memory.Case("small", 128, "forward")])
-    assert metrics == {"status": "skipped: needs a CUDA device"}
-
-
 # --------------------------------------------------------------------------------- a GPU, made up
 @pytest.fixture
 def fake_gpu(monkeypatch):

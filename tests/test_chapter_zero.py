@@ -132,16 +132,6 @@ def test_torchs_container_keeps_buckets_and_one_rank_has_none():
                 assert row[f"{part}_bytes"] == pytest.approx(num_bytes, rel=1e-3, abs=100), (case, part)
 
 
-@without_gpu
-def test_a_machine_without_gpus_says_what_is_missing():
-    found = list(
-        zero.run_group([Case("alone", 128, m, world_size=1) for m in ("initialized", "later_after")])
-    )
-    assert found == 2 * [{"status": "skipped: needs 1 GPU"}]
-    found = list(zero.run_group([Case(v, c, zero.TIMED) for v in ("plain", "sharded") for c in (128, 512)]))
-    assert found == 4 * [{"status": "skipped: needs 2 GPUs"}]
-
-
 # --------------------------------------------------------------------------------------------- launches, made up
 def made_up_launch(monkeypatch, fail):
     """`launch` gives each case its context and number of the rank, unless `fail(contexts)` raises."""

@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import importlib
 import json
+import math
 import re
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import step_rows
 from cs336_systems import chapters
 from cs336_systems.report.claims import execute
 from cs336_systems.report.coverage import chapters_in_toc, parts
-from cs336_systems.store import rows, selection
+from cs336_systems.store import machine, rows, selection
 
 torch = pytest.importorskip("torch")
 from torch.overrides import TorchFunctionMode  # noqa: E402
@@ -34,6 +35,17 @@ WAITING = ("leaderboard", "training", "speedrun")  # have sentences whose rows a
 UNPAIRED = (  # tables in which not every group has a repetition, or one has several
     "allreduce", "benchmarking", "ddp", "fsdp", "hardware", "leaderboard", "memory", "mixed_precision", "profiling",
     "training_run", "zero",
+)  # fmt: skip
+SECONDS = {"checkpointing": 180, "ddp": 400, "fsdp": 330, "memory": 900, "zero": 360}
+"""That the full grid takes on two GPUs, at most."""
+NEEDS_A_GPU = (  # by what a case of the smoke preset becomes one that no CPU measures
+    ("attention", "cap_gib", (24,)), ("attention", "impl", ("flash_triton",)), ("benchmarking", "dtype", ("tf32",)),
+    ("benchmarking", "attention", ("flash_triton",)), ("ddp", "dtype", ("tf32",)), ("fsdp", "size", ("xl",)),
+    ("flash_bench", "impl", ("flash_triton", "flash_cuda", "sdpa_cudnn", "sdpa_efficient", "flex_compiled")),
+    ("hardware", "dtype", ("tf32", "fp16")), ("hardware", "size", (16384,)), ("hardware", "kind", ("launch_graph",)),
+    ("leaderboard_kernels", "impl", ("flash_triton", "plain_triton", "sdpa_cudnn", "sdpa_efficient", "fa4")),
+    ("leaderboard_kernels", "impl", ("flex_compiled",)), ("leaderboard_ladder", "impl", ("f_all_tiles", "f_hopper")),
+    ("memory", "size", ("small",)), ("training_sweep", "cap_gib", (24,)), ("zero", "size", ("xl",)),
 )  # fmt: skip
 DERIVED = {  # answers that rest on no rows
     "benchmarking_script (a)", "memory_profiling (d)", "flash_forward (a)", "flash_forward (c)", "flash_backward",
@@ -60,6 +72,7 @@ def test_grids(table, preset):
         assert not getattr(case, "repeat", 0) or dataclasses.replace(case, repeat=0) in cases
         given = {f: v for f, v in dataclasses.asdict(case).items() if f in experiment.choices}
         assert selection.named(experiment, **given) == {field: [value] for field, value in given.items()}
+    assert preset == "smoke" or seconds_on_two(experiment) < SECONDS.get(table, math.inf)
     repeats = hasattr(cases[0], "repeat") and table != "training_run"  # which takes minutes
     assert not repeats or any(case.repeat for case in cases)
     for group in rows.groups(experiment, cases):
@@ -69,7 +82,37 @@ def test_grids(table, preset):
             assert {dataclasses.replace(case, repeat=0) for case in group if case.repeat} <= set(group)
 
 
+def seconds_on_two(experiment):
+    groups = rows.groups(experiment, experiment.grid("full"))
+    return sum(experiment.estimate_s(g) for g in groups if getattr(g[0], "world_size", 1) <= 2)
+
+
 # ------------------------------------------------------------------------------------------------ measuring
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
+@pytest.mark.parametrize(("table", "field", "values"), NEEDS_A_GPU)
+def test_what_needs_a_gpu_is_skipped_without_one(table, field, values):
+    experiment = chapters.load(table)
+    for value in values:
+        case = dataclasses.replace(experiment.grid("smoke")[0], **{field: value})
+        [metrics] = experiment.run_group([case])
+        assert metrics.pop("status").startswith("skipped: needs "), (value, metrics)
+        assert not any("ms_" in column for column in metrics)  # no number of what was not run
+
+
+@pytest.mark.parametrize("table", ["allreduce", "ddp", "fsdp", "training", "zero"])
+def test_one_gpu_is_not_taken_for_two(table, monkeypatch):
+    """Nothing is launched, and the rest of the grid is not in the way."""
+    monkeypatch.setattr(machine, "gpu_names", lambda: ["NVIDIA H200"])
+    experiment = chapters.load(table)
+    on_two = [
+        c for c in experiment.grid("full") if c.world_size == 2 and getattr(c, "device", "cuda") == "cuda"
+    ]
+    [group, *_] = rows.groups(experiment, on_two)
+    for metrics in experiment.run_group(group):
+        assert metrics["status"].startswith("skipped: needs 2 GPUs")
+    assert table not in ("allreduce", "ddp", "fsdp") or experiment.estimate_s(group) == 0
+
+
 class NothingFits(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         raise torch.OutOfMemoryError("CUDA out of memory")
