@@ -36,19 +36,6 @@ def case(**changes):
     return dataclasses.replace(TINY, **changes)
 
 
-# ------------------------------------------------------------------------------------------------ grid
-
-
-def test_full_grid_is_the_handouts():
-    cases = benchmarking.grid("full")
-    for size in ("small", "medium", "large", "xl", "2.7B"):
-        for context_length in (128, 256, 512, 1024):
-            for mode in ("forward", "train_step"):
-                assert Case(size, context_length, mode, "fp32") in cases
-        assert Case(size, 512, "forward_backward", "fp32") in cases
-    assert {c.warmup for c in cases} == {0, 1, 2, 5} and {c.steps for c in cases} == {10}
-
-
 # ------------------------------------------------------------------------------------------------ measuring
 def test_every_mode_fills_its_own_columns():
     cases = [case(mode=mode, dtype=d) for mode in steps.accounting.MODES for d in ("fp32", "bf16")]

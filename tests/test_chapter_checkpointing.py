@@ -16,7 +16,6 @@ from cs336_systems.chapters.checkpointing import show as page
 from cs336_systems.chapters.checkpointing.measure import Case
 from cs336_systems.report.tables import printed
 from cs336_systems.sizes import ModelConfig, size
-from cs336_systems.store import rows as store
 
 torch = pytest.importorskip("torch")
 
@@ -47,7 +46,6 @@ def test_the_best_size_and_its_neighbors_are_in_the_grid():
         for case in cases if case.num_layers == 0 and case.dtype == "tf32" and case.strategy != "nested"
     }  # fmt: skip
     assert min(peaks, key=lambda case: (peaks[case], case.repeat)) == Case("blocks", 1)
-    assert sum(map(experiment.estimate_s, store.groups(experiment.TABLE, cases))) < 180
 
 
 # ------------------------------------------------------------------------------------------------ measured

@@ -37,23 +37,6 @@ def case(**changes):
     return dataclasses.replace(TINY, **changes)
 
 
-# ------------------------------------------------------------------------------------------------ grid
-
-
-def test_full_grid_is_what_the_problems_ask_for():
-    cases = ddp.grid("full")
-    for wrapper in ("naive", "flat", "overlapped"):
-        assert Case("xl", 128, wrapper) in cases and Case("xl", 512, wrapper) in cases
-    for mb in (1, 10, 100, 1000):
-        assert Case("xl", 128, "bucketed", float(mb)) in cases
-    for c in cases:  # beside its run without communication, told apart by its name
-        assert dataclasses.replace(c, wrapper="none", bucket_mb=0.0, repeat=0, kind="time") in cases
-    for group in rows.groups(ddp.TABLE, cases):
-        assert len({(c.context_length, c.name) for c in group}) == len(group)
-    two = [c for c in cases if c.world_size <= 2]
-    assert sum(ddp.estimate_s(g) for g in rows.groups(ddp.TABLE, two)) < 400
-
-
 # ------------------------------------------------------------------------------------------------ measuring
 @without_gpu
 def test_a_group_on_two_ranks():

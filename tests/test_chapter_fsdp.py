@@ -32,16 +32,6 @@ def laptop(case):
     return step | {"tokens_per_s": 100.0, "loss": 9.0, "backend": "gloo"}
 
 
-# ------------------------------------------------------------------------------------------------ grid
-def test_full_grid_has_both_years_sizes_and_fits_the_time():
-    cases = fsdp.grid("full")
-    for place in (("xl", 128), ("xl", 512), ("2.7B", 512), ("2.7B", 2048)):
-        assert {c.wrapper for c in cases if (c.size, c.context_length) == place} == set(fsdp.WRAPPERS)
-    groups = rows.groups(fsdp.TABLE, cases)
-    assert all(fsdp.estimate_s(group) < 75 for group in groups)
-    assert sum(map(fsdp.estimate_s, groups)) < 330
-
-
 # ------------------------------------------------------------------------------------------------ measured
 @pytest.mark.slow
 def test_smoke_agrees_with_the_closed_forms(results_root):

@@ -22,14 +22,6 @@ def smoke(tmp_path_factory):
     return rows.read(hardware.TABLE, machine, root)
 
 
-def test_full_grid_has_every_dtype_and_kind():
-    cases = hardware.grid("full")
-    assert {case.kind for case in cases} == set(hardware._PREPARE)
-    assert {case.dtype for case in cases if case.kind == "matmul"} == set(hardware.DTYPES)
-    for kind in hardware._PREPARE:
-        assert sum(case.kind == kind and case.repeat == 1 for case in cases) == 1  # one A/A pair each
-
-
 def test_each_kind_fills_its_own_columns(smoke):
     """Rates follow from the median; products carry their error; a pair is measured in one run."""
     assert set(smoke["status"]) == {"ok"} and len(smoke) == len(hardware.grid("smoke"))

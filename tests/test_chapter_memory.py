@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from cs336_systems.measure.memory import tensors
 from cs336_systems.measure.memory.timeline import Stage, State, Timeline, timeline
 from cs336_systems.report.claims import execute
 from cs336_systems.report.tables import printed
-from cs336_systems.sizes import HANDOUT_SIZES, SIZES, size
+from cs336_systems.sizes import SIZES, size
 from cs336_systems.store import measuring, selection
 from cs336_systems.store import rows as store
 from cs336_systems.store.machine import machine_name
@@ -38,15 +37,6 @@ BYTES = list(memory.CATEGORY_COLUMNS.values())
 
 
 # --------------------------------------------------------------------------------- grids and places
-
-
-def test_full_covers_the_grid_of_the_handout():
-    cases = memory.grid("full")
-    for context, mode, dtype in itertools.product((128, 256, 512), memory.MODES, memory.DTYPES):
-        assert memory.Case("2.7B", context, mode, dtype) in cases
-    assert {c.size for c in cases if c.mode == "train_step"} == set(HANDOUT_SIZES)
-    assert sum(memory.estimate_s([case]) for case in cases) < 900
-    assert len(store.groups(memory.TABLE, cases)) == len(cases)  # a process for each case
 
 
 def test_timelines_lie_beside_the_csv_and_have_names_of_their_own(tmp_path):

@@ -1,6 +1,5 @@
 """Chapter profiling: its grid, what a recording becomes, its frames, its notebook on whatever rows there are."""
 
-import itertools
 import json
 import math
 import types
@@ -105,15 +104,6 @@ def by_range(found, cases):
 
 
 # ------------------------------------------------------------------------------------------------ grid
-
-
-def test_full_grid_is_the_handouts():
-    cases = profiling.grid("full")
-    sizes, lengths = ("small", "medium", "large", "xl", "2.7B"), (128, 256, 512, 1024)
-    shapes = {(c.size, c.context_length) for c in cases if c.dtype == "fp32"}
-    assert shapes == set(itertools.product(sizes, lengths))
-    for group in rows.groups(profiling.TABLE, cases):
-        assert [c.range for c in group] == list(profiling.RANGES)
 
 
 def test_columns_of_the_classes_are_distinct():

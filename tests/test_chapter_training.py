@@ -38,15 +38,6 @@ pytestmark = pytest.mark.usefixtures("forked")
 TABLES = [chapters.load(name) for name in chapters.TABLES["training"]]
 
 
-def test_the_matrix_is_whole_on_two_gpus():
-    cells = {(c.attention, c.wrapper, c.sharded) for c in training.grid("full") if c.world_size == 2}
-    for attention in ("reference", trials.COMPILED_PLAIN, "sdpa", "flash_triton"):
-        assert (attention, "none", False) in cells and (attention, "none", True) not in cells
-        for wrapper in ("naive", "flat", "overlapped", "bucketed", "in_place", "torch"):
-            assert {(attention, wrapper, False), (attention, wrapper, True)} <= cells
-    assert {c.attention for c in training.grid("full") if c.world_size == 1} == set(trials.ATTENTIONS)
-
-
 def test_one_gpu_takes_twenty_minutes():
     groups = [(table, group) for table in TABLES for group in store.groups(table, table.grid("full"))]
     on_one = [(table, group) for table, group in groups if getattr(group[0], "world_size", 1) == 1]

@@ -37,21 +37,6 @@ def test_what_has_a_launch_to_itself_has_it_for_one_variant_and_what_takes_turns
         assert len({c.variant for c in group}) == 1 or {c.moment for c in group} == {zero.TIMED}
 
 
-def test_full_has_every_variant_and_fits_the_time():
-    cases = zero.grid("full")
-    for context in (128, 512):
-        for moment in STEP_MOMENTS:
-            assert Case("alone", context, moment, world_size=1) in cases
-            for variant in ("plain", "sharded", "torch", "torch_zero"):
-                assert Case(variant, context, moment) in cases
-    for variant in zero.VARIANTS:
-        for context in (128, 512, 1024):
-            assert Case(variant, context, zero.TIMED) in cases
-    assert {c.world_size for c in cases} == {1, 2, 4, 8} and {c.size for c in cases} == {"xl", "2.7B"}
-    two = [c for c in cases if c.world_size <= 2]
-    assert sum(map(zero.estimate_s, rows.groups(zero.TABLE, two))) < 360
-
-
 # --------------------------------------------------------------------------------------------- measured
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):

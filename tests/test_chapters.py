@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib
+import itertools
 import json
 import math
 import re
@@ -17,9 +18,11 @@ from pathlib import Path
 import pytest
 import step_rows
 
-from cs336_systems import chapters
+from cs336_systems import accounting, chapters
+from cs336_systems.accounting.zero import STEP_MOMENTS
 from cs336_systems.report.claims import execute
 from cs336_systems.report.coverage import chapters_in_toc, parts
+from cs336_systems.sizes import HANDOUT_SIZES
 from cs336_systems.store import machine, rows, selection
 
 torch = pytest.importorskip("torch")
@@ -38,6 +41,68 @@ UNPAIRED = (  # tables in which not every group has a repetition, or one has sev
 )  # fmt: skip
 SECONDS = {"checkpointing": 180, "ddp": 400, "fsdp": 330, "memory": 900, "zero": 360}
 """That the full grid takes on two GPUs, at most."""
+LONG = (128, 256, 512, 1024)
+SHARDINGS = {"wrapper": ("ddp", "sharded", "fsdp", "fsdp_layers", "fsdp2", "fsdp2_two")}
+ASKED = {  # by the handout, and by the pages: every combination is in the full grid
+    "allreduce": [
+        {"backend": ("gloo", "nccl"), "world_size": (2, 4, 6), "num_bytes": [n * 2**20 for n in (1, 10, 100, 1024)]},
+    ],
+    "attention": [
+        {"head_dim": (16, 32, 64, 128), "seq_len": (256, 1024, 4096, 8192, 16384), "dtype": ("fp32", "bf16"),
+         "impl": ("reference", "reference_compiled", "flash_triton"), "cap_gib": (0,)},
+        {"head_dim": (16, 32, 64, 128), "seq_len": (8192, 16384), "dtype": ("fp32",), "cap_gib": (24,)},
+    ],
+    "benchmarking": [
+        {"size": HANDOUT_SIZES, "context_length": LONG, "mode": ("forward", "train_step"), "dtype": ("fp32",)},
+        {"size": HANDOUT_SIZES, "mode": ("forward_backward",), "warmup": (0, 1, 2, 5), "steps": (10,)},
+    ],
+    "ddp": [
+        {"size": ("xl",), "context_length": (128, 512), "wrapper": ("none", "naive", "flat", "overlapped")},
+        {"size": ("xl",), "context_length": (128, 512), "wrapper": ("bucketed",), "bucket_mb": (1, 10, 100, 1000)},
+    ],
+    "flash_bench": [
+        {"seq_len": [2**n for n in range(7, 17)], "head_dim": (16, 32, 64, 128), "dtype": ("bf16", "fp32"),
+         "impl": ("flash_triton", "reference", "reference_compiled")},
+        {"heads": (16,), "seq_len": (16384,), "head_dim": (64,),
+         "impl": ("flash_triton", "flash_cuda", "sdpa_flash", "sdpa_cudnn", "flex_compiled")},
+    ],
+    "fsdp": [
+        {"size": ("xl",), "context_length": (128, 512)} | SHARDINGS,
+        {"size": ("2.7B",), "context_length": (512, 2048)} | SHARDINGS,
+    ],
+    "hardware": [
+        {"kind": ("matmul",), "dtype": ("bf16", "fp16", "tf32", "fp32", "fp64")},
+        {"kind": ("matmul", "copy", "launch", "launch_graph"), "repeat": (0, 1)},
+    ],
+    "memory": [
+        {"size": ("2.7B",), "context_length": (128, 256, 512), "dtype": ("fp32", "bf16"),
+         "mode": ("forward", "forward_graph", "train_step")},
+        {"size": HANDOUT_SIZES, "mode": ("train_step",)},
+    ],
+    "mixed_precision": [
+        {"size": HANDOUT_SIZES, "mode": accounting.MODES, "dtype": ("fp32", "tf32", "bf16"),
+         "context_length": (512,), "batch": (4,), "warmup": (5,), "steps": (10,)},
+    ],
+    "profiling": [
+        {"size": HANDOUT_SIZES, "context_length": LONG, "dtype": ("fp32",),
+         "range": ("inference", "forward", "backward", "optimizer", "scores", "softmax", "output")},
+    ],
+    "torch_compile": [
+        {"size": HANDOUT_SIZES, "mode": ("forward", "train_step"), "dtype": ("bf16",), "compile": ("off", "default")},
+        {"size": ("small", "medium"), "context_length": (1024,), "attention": ("flash_triton", "sdpa"),
+         "compile": ("reduce-overhead",), "batch": (4,)},
+    ],
+    "training": [
+        {"attention": ("reference", "sdpa", "flash_triton"), "sharded": (False, True), "world_size": (2,),
+         "wrapper": ("naive", "flat", "overlapped", "bucketed", "in_place", "torch")},
+    ],
+    "zero": [
+        {"variant": ("plain", "sharded", "torch", "torch_zero"), "moment": STEP_MOMENTS, "context_length": (128, 512)},
+        {"variant": ("alone", "plain", "sharded", "overlapped", "torch", "torch_zero"), "moment": ("timed",),
+         "context_length": (128, 512, 1024)},
+        {"world_size": (1, 2, 4, 8)},
+    ],
+}  # fmt: skip
 NEEDS_A_GPU = (  # by what a case of the smoke preset becomes one that no CPU measures
     ("attention", "cap_gib", (24,)), ("attention", "impl", ("flash_triton",)), ("benchmarking", "dtype", ("tf32",)),
     ("benchmarking", "attention", ("flash_triton",)), ("ddp", "dtype", ("tf32",)), ("fsdp", "size", ("xl",)),
@@ -72,6 +137,9 @@ def test_grids(table, preset):
         assert not getattr(case, "repeat", 0) or dataclasses.replace(case, repeat=0) in cases
         given = {f: v for f, v in dataclasses.asdict(case).items() if f in experiment.choices}
         assert selection.named(experiment, **given) == {field: [value] for field, value in given.items()}
+    for asked in ASKED.get(table, ()) if preset == "full" else ():
+        there = {tuple(getattr(case, field) for field in asked) for case in cases}
+        assert set(itertools.product(*asked.values())) <= there
     assert preset == "smoke" or seconds_on_two(experiment) < SECONDS.get(table, math.inf)
     repeats = hasattr(cases[0], "repeat") and table != "training_run"  # which takes minutes
     assert not repeats or any(case.repeat for case in cases)
