@@ -18,7 +18,7 @@ from cs336_systems.launch.start import LaunchError
 from cs336_systems.measure.trace import overlap
 from cs336_systems.measure.trace.events import Kernel, Range, Trace
 from cs336_systems.sizes import size
-from cs336_systems.store import machine, measuring, rows
+from cs336_systems.store import machine
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
@@ -34,9 +34,8 @@ def laptop(case):
 
 # ------------------------------------------------------------------------------------------------ measured
 @pytest.mark.slow
-def test_smoke_agrees_with_the_closed_forms(results_root):
-    measuring.measure(fsdp.TABLE, fsdp.grid("smoke"), root=results_root)
-    found = rows.read(fsdp.TABLE, machine.machine_name(), results_root).to_dict("records")
+def test_smoke_agrees_with_the_closed_forms(smoke):
+    found, root = smoke[0].to_dict("records"), smoke[1]
     assert len(found) == len(fsdp.grid("smoke")) and {row["status"] for row in found} == {"ok"}
     timed = [row for row in found if row["kind"] == "time"]
     for row in timed:
@@ -52,10 +51,10 @@ def test_smoke_agrees_with_the_closed_forms(results_root):
         assert sum(parts) == pytest.approx(row["exposed_ms"], rel=1e-3)
         assert 0 <= row["forward_late"] <= row["forward_gathers"]
         case = dataclasses.replace(TINY, wrapper=row["wrapper"], kind="trace")
-        assert len(overlap.from_json(fsdp.trace_path(case, machine.machine_name(), results_root))) == 2
+        assert len(overlap.from_json(fsdp.trace_path(case, machine.machine_name(), root))) == 2
     ours = next(row for row in found if row["kind"] == "trace" and row["wrapper"] == "fsdp")
     assert ours["forward_gathers"] == 4  # the embedding, two blocks, the head
-    chapter = chapters.read("fsdp", machine=machine.machine_name(), preset="smoke", root=results_root)
+    chapter = chapters.read("fsdp", machine=machine.machine_name(), preset="smoke", root=root)
     drawn = show.drawn(chapter, TINY.context_length, "fsdp")
     assert (
         len(drawn) == 2 and (drawn["exposed_ms"] > 0).all() and (drawn["exposed_ms"] < drawn["step_ms"]).all()

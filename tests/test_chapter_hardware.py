@@ -7,23 +7,15 @@ import pytest
 from cs336_systems import chapters
 from cs336_systems.chapters.hardware import measure as hardware
 from cs336_systems.chapters.hardware import show as page
-from cs336_systems.store import measuring, rows
+from cs336_systems.store import rows
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
 
 
-@pytest.fixture(scope="module")
-def smoke(tmp_path_factory):
-    """The rows of the smoke preset, measured once."""
-    root = tmp_path_factory.mktemp("results")
-    measuring.measure(hardware.TABLE, hardware.grid("smoke"), root=root)
-    [machine] = [p.name for p in root.iterdir()]
-    return rows.read(hardware.TABLE, machine, root)
-
-
 def test_each_kind_fills_its_own_columns(smoke):
     """Rates follow from the median; products carry their error; a pair is measured in one run."""
+    smoke, _ = smoke
     assert set(smoke["status"]) == {"ok"} and len(smoke) == len(hardware.grid("smoke"))
     rates = {"matmul": "tflops", "copy": "tb_per_s", "launch": "us_per_launch"}
     for kind, rate in rates.items():
@@ -59,7 +51,7 @@ def test_on_a_gpu():
 
 # ----------------------------------------------------------------------------------------------- the page
 def test_frames_of_measured_rows(smoke, results_root):
-    machine = "cpu-9"
+    smoke, machine = smoke[0], "cpu-9"
     rows.write(hardware.TABLE, machine, smoke.assign(env="e").to_dict("records"), results_root)
     (results_root / "reference.json").write_text(json.dumps({"hardware": [machine]}))
     chapter = chapters.read("hardware")

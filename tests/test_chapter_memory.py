@@ -22,8 +22,8 @@ from cs336_systems.measure.memory.timeline import Stage, State, Timeline, timeli
 from cs336_systems.report.claims import execute
 from cs336_systems.report.tables import printed
 from cs336_systems.sizes import SIZES, size
-from cs336_systems.store import measuring, selection
 from cs336_systems.store import rows as store
+from cs336_systems.store import selection
 from cs336_systems.store.machine import machine_name
 from cs336_systems.store.process import ChildError
 
@@ -82,16 +82,6 @@ def test_a_tensor_that_another_thread_lets_go_meanwhile(monkeypatch):
         kept[0] = torch.zeros(100)
         found, after = snapshot(), snapshot()
     assert list(found.active()) == [0, 400] and list(after.active()) == [0, 400, 0]
-
-
-@pytest.fixture(scope="module")
-def smoke(tmp_path_factory):
-    """The rows of the smoke preset, measured once; and their root."""
-    root = tmp_path_factory.mktemp("results")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CS336_RESULTS", str(root))
-        measuring.measure(memory.TABLE, memory.grid("smoke"))
-    return store.read(memory.TABLE, machine_name(), root), root
 
 
 @without_gpu

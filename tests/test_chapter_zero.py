@@ -19,8 +19,7 @@ from cs336_systems.chapters.zero.measure import Case
 from cs336_systems.launch.start import LaunchError
 from cs336_systems.report.claims import execute
 from cs336_systems.sizes import size
-from cs336_systems.store import measuring, rows, selection
-from cs336_systems.store.machine import machine_name
+from cs336_systems.store import rows, selection
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
@@ -38,21 +37,13 @@ def test_what_has_a_launch_to_itself_has_it_for_one_variant_and_what_takes_turns
 
 
 # --------------------------------------------------------------------------------------------- measured
-@pytest.fixture(scope="module")
-def smoke(tmp_path_factory):
-    """The rows of the smoke preset, measured once; and their root."""
-    root = tmp_path_factory.mktemp("results")
-    measuring.measure(zero.TABLE, zero.grid("smoke"), root=root)
-    return rows.read(zero.TABLE, machine_name(), root).to_dict("records"), root
-
-
 def case_of(row):
     return Case(**{f: type(default)(row[f]) for f, default in dataclasses.asdict(Case("", 0, "")).items()})
 
 
 @pytest.mark.slow
 def test_smoke_agrees_with_the_closed_forms(smoke):
-    found, _ = smoke
+    found = smoke[0].to_dict("records")
     device = "cuda" if torch.cuda.device_count() >= 2 else "cpu"
     assert {row["status"] for row in found} == {"ok"} and len(found) == len(zero.grid("smoke"))
     peaks = {}
@@ -75,7 +66,7 @@ def test_smoke_agrees_with_the_closed_forms(smoke):
 
 @pytest.mark.slow
 def test_smoke_counts_what_is_sent(smoke):
-    found, _ = smoke
+    found = smoke[0].to_dict("records")
     counted = {r["variant"]: r for r in found if r["moment"] == zero.TIMED and r["repeat"] == 0}
     sizes = tensor_sizes(size("tiny"))
     whole = 4 * sum(sizes)

@@ -275,8 +275,9 @@ def test_a_part_of_the_rows_of_several_machines(chapter, published):
 @pytest.mark.parametrize("chapter", LAPTOPS)
 def test_a_laptops_rows(chapter, results_root):
     """Those of the smoke preset, made up: they are shown, whatever the sentences about larger models make of them."""
-    experiment, of_case = chapters.load(chapter), importlib.import_module(f"test_chapter_{chapter}").laptop
-    step_rows.write(experiment, experiment.grid("smoke"), results_root, "laptop", of_case)
+    of_case = importlib.import_module(f"test_chapter_{chapter}").laptop
+    for experiment in chapters.tables_of(chapter):
+        step_rows.write(experiment, experiment.grid("smoke"), results_root, "laptop", of_case)
     sentences, shown = run(chapter, machine="laptop", preset="smoke")
     assert sentences and any("laptop" in str(getattr(thing, "data", thing)) for thing in shown)
 
