@@ -108,6 +108,7 @@ NEEDS_A_GPU = (  # by what a case of the smoke preset becomes one that no CPU me
     ("benchmarking", "attention", ("flash_triton",)), ("ddp", "dtype", ("tf32",)), ("fsdp", "size", ("xl",)),
     ("flash_bench", "impl", ("flash_triton", "flash_cuda", "sdpa_cudnn", "sdpa_efficient", "flex_compiled")),
     ("hardware", "dtype", ("tf32", "fp16")), ("hardware", "size", (16384,)), ("hardware", "kind", ("launch_graph",)),
+    ("hardware", "kind", ({"kind": "copy", "dtype": "bytes", "size": 2**32},)),
     ("leaderboard_kernels", "impl", ("flash_triton", "plain_triton", "sdpa_cudnn", "sdpa_efficient", "fa4")),
     ("leaderboard_kernels", "impl", ("flex_compiled",)), ("leaderboard_ladder", "impl", ("f_all_tiles", "f_hopper")),
     ("memory", "size", ("small",)), ("training_sweep", "cap_gib", (24,)), ("zero", "size", ("xl",)),
@@ -161,7 +162,9 @@ def seconds_on_two(experiment):
 def test_what_needs_a_gpu_is_skipped_without_one(table, field, values):
     experiment = chapters.load(table)
     for value in values:
-        case = dataclasses.replace(experiment.grid("smoke")[0], **{field: value})
+        case = dataclasses.replace(
+            experiment.grid("smoke")[0], **(value if isinstance(value, dict) else {field: value})
+        )
         [metrics] = experiment.run_group([case])
         assert metrics.pop("status").startswith("skipped: needs "), (value, metrics)
         assert not any("ms_" in column for column in metrics)  # no number of what was not run

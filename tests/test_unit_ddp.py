@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from cs336_systems.parallel import ddp as ddp_module
 from cs336_systems.parallel.buckets import Bucket, assign
 from cs336_systems.parallel.ddp import BucketedDDP, FlatDDP, InPlaceDDP, NaiveDDP, OverlappedDDP
+from cs336_systems.parallel.fsdp import FullyShardedDataParallel
 
 BUCKET_SIZES_MB = (0.0001, 0.0016, 0.01, None)
 WRAPPERS = {
@@ -37,6 +38,7 @@ WRAPPERS = {
 ALIKE = ("overlapped", "bucketed 0.01", "in place 0.0016")
 """One of each class that communicates during the backward pass."""
 KINDS = ("naive", "flat", *ALIKE)
+EVERY = WRAPPERS | {"fsdp": FullyShardedDataParallel}
 OVERLAPPING = {name: wrap for name, wrap in WRAPPERS.items() if name not in ("naive", "flat")}
 
 
@@ -672,9 +674,9 @@ def test_bucket_sizes_are_positive_numbers(bad):
         BucketedDDP(Plain(), bad)
 
 
-@pytest.mark.parametrize("wrapper", KINDS)
+@pytest.mark.parametrize("wrapper", [*KINDS, "fsdp"])
 def test_errors_say_what_is_expected(wrapper, alone):
-    wrap = WRAPPERS[wrapper]
+    wrap = EVERY[wrapper]
     with pytest.raises(ValueError, match=r"module is 3; expected a torch.nn.Module"):
         wrap(3)
     with pytest.raises(ValueError, match="module ReLU has no parameter that requires a gradient"):
@@ -686,6 +688,8 @@ def test_errors_say_what_is_expected(wrapper, alone):
     module = Plain()
     module.layers[0].bias.requires_grad_(False)
     model = wrap(module)
+    with pytest.raises(ValueError, match="wrapped already"):
+        NaiveDDP(nn.Sequential(module))
     with model.no_sync(), model.no_sync(), pytest.raises(RuntimeError, match="inside no_sync"):
         model.finish_gradient_synchronization()
     model.finish_gradient_synchronization()
@@ -696,20 +700,20 @@ def test_errors_say_what_is_expected(wrapper, alone):
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [*itertools.pairwise(["naive", "naive", "flat", *ALIKE, "naive"])]
+    ("first", "second"), [*itertools.pairwise(["naive", "naive", "flat", *ALIKE, "naive", "fsdp"])]
 )
 def test_a_parameter_has_one_wrapper_at_a_time(first, second, alone):
     module = Plain()
     holder = nn.Module()
     holder.tied = module.layers[2].weight
-    wrapped = [WRAPPERS[first](module)]
+    wrapped = [EVERY[first](module)]
     wrapped.append(wrapped)  # deleted, it waits for the garbage collector
     for again in (module, module.layers[2], nn.Sequential(module), nn.Sequential(wrapped[0]), holder):
         with pytest.raises(ValueError, match=r"wrapped already, .* gradients of .*(weight|tied)"):
-            WRAPPERS[second](again)
-    WRAPPERS[second](copy.deepcopy(module))
+            EVERY[second](again)
+    EVERY[second](copy.deepcopy(module))
     del wrapped, again
-    model = WRAPPERS[second](module)
+    model = EVERY[second](module)
     finish(model, torch.ones(2, 6))
 
 
