@@ -111,7 +111,8 @@ NEEDS_A_GPU = (  # by what a case of the smoke preset becomes one that no CPU me
     ("hardware", "kind", ({"kind": "copy", "dtype": "bytes", "size": 2**32},)),
     ("leaderboard_kernels", "impl", ("flash_triton", "plain_triton", "sdpa_cudnn", "sdpa_efficient", "fa4")),
     ("leaderboard_kernels", "impl", ("flex_compiled",)), ("leaderboard_ladder", "impl", ("f_all_tiles", "f_hopper")),
-    ("memory", "size", ("small",)), ("training_sweep", "cap_gib", (24,)), ("zero", "size", ("xl",)),
+    ("memory", "size", ("small",)), ("profiling", "dtype", ("tf32",)), ("zero", "size", ("xl",)),
+    ("training_sweep", "cap_gib", (24,)),
 )  # fmt: skip
 DERIVED = {  # answers that rest on no rows
     "benchmarking_script (a)", "memory_profiling (d)", "flash_forward (a)", "flash_forward (c)", "flash_backward",
