@@ -197,6 +197,22 @@ def measured_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Table, Callable[..
     return replace
 
 
+@pytest.fixture(scope="module")
+def smoke(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """The smoke preset of a test file's chapter, measured once: its rows, and the results folder that they lie in."""
+    from cs336_systems import chapters
+    from cs336_systems.store import machine, measuring, rows
+
+    table = chapters.load(request.module.__name__.removeprefix("test_chapter_"))
+    root = tmp_path_factory.mktemp("smoke") / "results"
+    root.mkdir()
+    (root / "reference.json").write_text("{}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CS336_RESULTS", str(root))
+        measuring.measure(table, table.grid("smoke"), root=root)
+    return rows.read(table, machine.machine_name(), root), root
+
+
 @pytest.fixture
 def project_root() -> Path:
     """The checkout."""

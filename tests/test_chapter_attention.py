@@ -30,23 +30,6 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what h
 GIB = 2**30
 
 
-# --------------------------------------------------------------------------------- grids
-
-
-def test_full_is_the_grid_of_the_handout_and_its_longest_sequences_under_the_cap():
-    cases = set(experiment.grid("full"))
-    settings = (("fp32", 0), ("fp32", 24), ("bf16", 0))
-    expected = {
-        experiment.Case(d, n, dtype, cap, impl, repeat)
-        for d, n, (dtype, cap) in itertools.product(
-            (16, 32, 64, 128), (256, 1024, 4096, 8192, 16384), settings
-        )
-        if cap == 0 or n >= 8192
-        for impl, repeat in [(impl, 0) for impl in experiment.IMPLEMENTATIONS] + [("reference", 1)]
-    }
-    assert cases == expected
-
-
 # --------------------------------------------------------------------------------- measuring, on a CPU
 @pytest.fixture
 def quick(monkeypatch):
@@ -209,12 +192,6 @@ def test_the_cap_is_a_share_of_the_gpu_and_is_lifted_also_after_a_failure(eighty
     with pytest.raises(Skip, match=r"^needs a GPU with more than 80 GiB$"), experiment.capped(80, "cuda"):
         pass
     assert eighty_gib == []
-
-
-@without_gpu
-def test_a_cpu_has_no_cap(quick):
-    with pytest.raises(Skip, match="needs a CUDA device"):
-        experiment.run_group(group(cap_gib=24))
 
 
 # --------------------------------------------------------------------------------- on a GPU

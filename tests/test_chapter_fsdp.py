@@ -17,7 +17,7 @@ from cs336_systems.chapters.fsdp.measure import Case
 from cs336_systems.measure.trace import overlap
 from cs336_systems.measure.trace.events import Kernel, Range, Trace
 from cs336_systems.sizes import size
-from cs336_systems.store import machine, measuring, rows
+from cs336_systems.store import machine, rows
 
 torch = pytest.importorskip("torch")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
@@ -31,18 +31,10 @@ def laptop(case):
     return step | {"tokens_per_s": 100.0, "loss": 9.0, "backend": "gloo"}
 
 
-# ------------------------------------------------------------------------------------------------ grid
-def test_full_grid_has_both_years_sizes():
-    cases = fsdp.grid("full")
-    for place in (("xl", 128), ("xl", 512), ("2.7B", 512), ("2.7B", 2048)):
-        assert {c.wrapper for c in cases if (c.size, c.context_length) == place} == set(fsdp.WRAPPERS)
-
-
 # ------------------------------------------------------------------------------------------------ measured
 @pytest.mark.slow
-def test_smoke_agrees_with_the_closed_forms(results_root):
-    measuring.measure(fsdp.TABLE, fsdp.grid("smoke"), root=results_root)
-    found = rows.read(fsdp.TABLE, machine.machine_name(), results_root).to_dict("records")
+def test_smoke_agrees_with_the_closed_forms(smoke):
+    found, root = smoke[0].to_dict("records"), smoke[1]
     assert len(found) == len(fsdp.grid("smoke")) and {row["status"] for row in found} == {"ok"}
     timed = [row for row in found if row["kind"] == "time"]
     for row in timed:
@@ -58,13 +50,10 @@ def test_smoke_agrees_with_the_closed_forms(results_root):
         assert sum(parts) == pytest.approx(row["exposed_ms"], rel=1e-3)
         assert 0 <= row["forward_late"] <= row["forward_gathers"]
         case = dataclasses.replace(TINY, wrapper=row["wrapper"], kind="trace")
-        assert (
-            len(overlap.from_json(rows.file_beside(fsdp.TABLE, case, machine.machine_name(), results_root)))
-            == 2
-        )
+        assert len(overlap.from_json(rows.file_beside(fsdp.TABLE, case, machine.machine_name(), root))) == 2
     ours = next(row for row in found if row["kind"] == "trace" and row["wrapper"] == "fsdp")
     assert ours["forward_gathers"] == 4  # the embedding, two blocks, the head
-    chapter = chapters.read("fsdp", machine=machine.machine_name(), preset="smoke", root=results_root)
+    chapter = chapters.read("fsdp", machine=machine.machine_name(), preset="smoke", root=root)
     drawn = show.drawn(chapter, TINY.context_length, "fsdp")
     assert (
         len(drawn) == 2 and (drawn["exposed_ms"] > 0).all() and (drawn["exposed_ms"] < drawn["step_ms"]).all()
@@ -91,15 +80,6 @@ def test_exposed_is_what_runs_alone_by_the_phase_in_which_it_does():
         "forward_exposed_ms": 10.0, "backward_exposed_ms": 10.0, "rest_exposed_ms": 15.0,
         "forward_gathers": 3, "forward_gather_ms": 30.0, "forward_late": 2,
     }  # fmt: skip
-
-
-@without_gpu
-def test_what_a_machine_cannot_run_says_what_it_needs(monkeypatch):
-    assert [r["status"] for r in fsdp.run_group([Case("xl", 128, "fsdp")])] == [
-        "skipped: needs 2 GPUs; there are 0"
-    ]
-    monkeypatch.setattr(machine, "gpu_names", lambda: ["NVIDIA H200"])
-    assert [r["status"] for r in fsdp.run_group([TINY])] == ["skipped: needs 2 GPUs; there is 1"]
 
 
 @pytest.mark.gpu

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,10 +20,9 @@ from cs336_systems.chapters.memory import show as page
 from cs336_systems.measure.memory import tensors
 from cs336_systems.measure.memory.timeline import Stage, State, Timeline, timeline
 from cs336_systems.report.claims import execute
-from cs336_systems.report.tables import printed
-from cs336_systems.sizes import HANDOUT_SIZES, SIZES, size
-from cs336_systems.store import measuring, selection
+from cs336_systems.sizes import SIZES, size
 from cs336_systems.store import rows as store
+from cs336_systems.store import selection
 from cs336_systems.store.machine import machine_name
 from cs336_systems.store.process import ChildError
 
@@ -38,14 +36,6 @@ BYTES = list(memory.CATEGORY_COLUMNS.values())
 
 
 # --------------------------------------------------------------------------------- grids and places
-
-
-def test_full_covers_the_grid_of_the_handout():
-    cases = memory.grid("full")
-    for context, mode, dtype in itertools.product((128, 256, 512), memory.MODES, memory.DTYPES):
-        assert memory.Case("2.7B", context, mode, dtype) in cases
-    assert {c.size for c in cases if c.mode == "train_step"} == set(HANDOUT_SIZES)
-    assert len(store.groups(memory.TABLE, cases)) == len(cases)  # a process for each case
 
 
 def test_timelines_lie_beside_the_csv_and_have_names_of_their_own(tmp_path):
@@ -120,16 +110,6 @@ def test_a_tensor_that_another_thread_lets_go_meanwhile(monkeypatch):
     assert list(found.active()) == [0, 400] and list(after.active()) == [0, 400, 0]
 
 
-@pytest.fixture(scope="module")
-def smoke(tmp_path_factory):
-    """The rows of the smoke preset, measured once; and their root."""
-    root = tmp_path_factory.mktemp("results")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CS336_RESULTS", str(root))
-        measuring.measure(memory.TABLE, memory.grid("smoke"))
-    return store.read(memory.TABLE, machine_name(), root), root
-
-
 @without_gpu
 def test_smoke_agrees_with_the_closed_form(smoke):
     frame, _ = smoke
@@ -168,12 +148,6 @@ def test_timelines_of_the_smoke_preset_are_those_of_their_rows(smoke):
     alike = [f for f in store.case_fields(memory.TABLE) if f != "repeat"]
     [first] = frame[(frame[alike] == again[alike]).all(axis=1) & (frame["repeat"] == 0)].to_dict("records")
     assert first["peak_bytes"] == again["peak_bytes"] and first["allocations"] == again["allocations"]
-
-
-@without_gpu
-def test_a_cpu_leaves_the_large_models_out():
-    [metrics] = memory.run_group([memory.Case("small", 128, "forward")])
-    assert metrics == {"status": "skipped: needs a CUDA device"}
 
 
 # --------------------------------------------------------------------------------- a GPU, made up
@@ -310,12 +284,6 @@ def test_peaks_stand_beside_the_closed_form(reference):
     everything = page.peaks(rows)
     assert list(everything)[:3] == ["machine", "size", "optimizer"] and len(everything) == 17
     assert everything["bf16, GiB"].isna().sum() == 6  # the other sizes, and two that ran out of memory
-
-
-def test_what_ran_out_of_memory_is_a_word_in_its_cell(reference):
-    rows = changed(reference, "status", "oom", **STEP)
-    shown = printed(page.peaks(page.largest_model(rows[rows["context_length"] <= 512]))).iloc[-1]
-    assert shown["fp32, GiB"] == "OOM" and shown["fp32 predicted"] == "58.7"
 
 
 @without_gpu

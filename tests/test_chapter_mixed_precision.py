@@ -18,7 +18,7 @@ from cs336_systems.chapters.shared import steps
 from cs336_systems.report import tables
 from cs336_systems.report.claims import execute
 from cs336_systems.sizes import size
-from cs336_systems.store import measuring, rows
+from cs336_systems.store import measuring
 
 torch = pytest.importorskip("torch")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -67,24 +67,6 @@ def test_a_sum_stops_where_stagnation_says(name, addend):
     below = end - f.ulp(end / 2)
     assert f.round(below + addend) > below  # an odd last bit: also a tie moves it
     assert running_sums(f, addend, 10_000)[-1] in (end, end / 2)
-
-
-# ------------------------------------------------------------------------------------------------ grid
-def test_full_grid_is_the_handouts():
-    cases = mixed_precision.grid("full")
-    found = [c for c in cases if c.kind == "step"]
-    assert {(c.size, c.mode, c.dtype) for c in found} == {
-        (size, mode, dtype)
-        for size in ("small", "medium", "large", "xl", "2.7B")
-        for mode in ("forward", "forward_backward", "train_step")
-        for dtype in ("fp32", "tf32", "bf16")
-    }
-    assert {(c.context_length, c.batch, c.warmup, c.steps) for c in found} == {(512, 4, 5, 10)}
-    sums = {(c.dtype, c.what) for c in cases if c.kind == "accumulation"}
-    assert sums >= set(page.HANDOUT_SUMS) and len(page.HANDOUT_SUMS) == 4
-    assert (
-        len(rows.groups(mixed_precision.TABLE, cases)) == 3 + 5
-    )  # a size's dtypes take turns in one process
 
 
 # ------------------------------------------------------------------------------------------------ measuring

@@ -234,12 +234,6 @@ def test_no_split_is_compute_bound_with_fewer_tokens_per_device(layout, overlap)
     assert min(found) >= least * (1 - 1e-9)
 
 
-def test_the_formula_of_the_page_for_collectives_in_turn():
-    alpha, y, m_x, m_y = TPU_V5P.alpha, 4, 2, 1
-    expected = alpha * m_y * XXL.d_ff / (m_x * y * (m_y * XXL.d_ff - alpha * y))
-    assert model.compute_bound_tokens(XXL, TPU_V5P, HANDOUT, "in turn") / 64 == pytest.approx(expected)
-
-
 def test_the_answers_by_hand():
     assert XXL.num_parameters == 126 * 2 * 16_384 * 53_248
     state = 16 * XXL.num_parameters

@@ -22,20 +22,6 @@ torch = pytest.importorskip("torch")
 # ------------------------------------------------------------------------------------------ the experiment
 
 
-def test_full_grid_has_every_size_and_the_speed_cases():
-    cases = torch_compile.grid("full")
-    for size in ("small", "medium", "large", "xl", "2.7B"):
-        for mode in ("forward", "train_step"):
-            for compile in ("off", "default"):
-                assert Case(size, 512, mode, "bf16", compile=compile) in cases
-    assert len(cases) == len(set(cases))
-    graphed = {("flash_triton", "reduce-overhead"), ("sdpa", "reduce-overhead"), ("reference", "default")}
-    for size in ("small", "medium"):
-        of_size = [c for c in cases if (c.size, c.context_length) == (size, 1024)]
-        assert graphed <= {(c.attention, c.compile) for c in of_size if c.batch == 4}
-        assert max(c.batch for c in of_size) >= 16
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(cpp_compiler() is None, reason="needs a C++ compiler")
 def test_compiled_and_eager_in_turns(monkeypatch):

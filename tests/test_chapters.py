@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib
+import itertools
 import json
 import re
 from pathlib import Path
@@ -16,10 +17,12 @@ from pathlib import Path
 import pytest
 import step_rows
 
-from cs336_systems import chapters
+from cs336_systems import accounting, chapters
+from cs336_systems.accounting.zero import STEP_MOMENTS
 from cs336_systems.report.claims import execute
 from cs336_systems.report.coverage import chapters_in_toc, parts
-from cs336_systems.store import measuring, rows, selection
+from cs336_systems.sizes import HANDOUT_SIZES
+from cs336_systems.store import machine, measuring, rows, selection
 from cs336_systems.store.machine import machine_name
 
 torch = pytest.importorskip("torch")
@@ -35,6 +38,79 @@ WAITING = ("leaderboard", "training", "speedrun")  # have sentences whose rows a
 UNPAIRED = (  # tables in which not every group has a repetition, or one has several
     "allreduce", "benchmarking", "ddp", "fsdp", "hardware", "leaderboard", "memory", "mixed_precision", "profiling",
     "training_run", "zero",
+)  # fmt: skip
+LONG = (128, 256, 512, 1024)
+SHARDINGS = {"wrapper": ("ddp", "sharded", "fsdp", "fsdp_layers", "fsdp2", "fsdp2_two")}
+ASKED = {  # by the handout, and by the pages: every combination is in the full grid
+    "allreduce": [
+        {"backend": ("gloo", "nccl"), "world_size": (2, 4, 6), "num_bytes": [n * 2**20 for n in (1, 10, 100, 1024)]},
+    ],
+    "attention": [
+        {"head_dim": (16, 32, 64, 128), "seq_len": (256, 1024, 4096, 8192, 16384), "dtype": ("fp32", "bf16"),
+         "impl": ("reference", "reference_compiled", "flash_triton"), "cap_gib": (0,)},
+        {"head_dim": (16, 32, 64, 128), "seq_len": (8192, 16384), "dtype": ("fp32",), "cap_gib": (24,)},
+    ],
+    "benchmarking": [
+        {"size": HANDOUT_SIZES, "context_length": LONG, "mode": ("forward", "train_step"), "dtype": ("fp32",)},
+        {"size": HANDOUT_SIZES, "mode": ("forward_backward",), "warmup": (0, 1, 2, 5), "steps": (10,)},
+    ],
+    "ddp": [
+        {"size": ("xl",), "context_length": (128, 512), "wrapper": ("none", "naive", "flat", "overlapped")},
+        {"size": ("xl",), "context_length": (128, 512), "wrapper": ("bucketed",), "bucket_mb": (1, 10, 100, 1000)},
+    ],
+    "flash_bench": [
+        {"seq_len": [2**n for n in range(7, 17)], "head_dim": (16, 32, 64, 128), "dtype": ("bf16", "fp32"),
+         "impl": ("flash_triton", "reference", "reference_compiled")},
+        {"heads": (16,), "seq_len": (16384,), "head_dim": (64,),
+         "impl": ("flash_triton", "flash_cuda", "sdpa_flash", "sdpa_cudnn", "flex_compiled")},
+    ],
+    "fsdp": [
+        {"size": ("xl",), "context_length": (128, 512)} | SHARDINGS,
+        {"size": ("2.7B",), "context_length": (512, 2048)} | SHARDINGS,
+    ],
+    "hardware": [
+        {"kind": ("matmul",), "dtype": ("bf16", "fp16", "tf32", "fp32", "fp64")},
+        {"kind": ("matmul", "copy", "launch", "launch_graph"), "repeat": (0, 1)},
+    ],
+    "memory": [
+        {"size": ("2.7B",), "context_length": (128, 256, 512), "dtype": ("fp32", "bf16"),
+         "mode": ("forward", "forward_graph", "train_step")},
+        {"size": HANDOUT_SIZES, "mode": ("train_step",)},
+    ],
+    "mixed_precision": [
+        {"size": HANDOUT_SIZES, "mode": accounting.MODES, "dtype": ("fp32", "tf32", "bf16"),
+         "context_length": (512,), "batch": (4,), "warmup": (5,), "steps": (10,)},
+    ],
+    "profiling": [
+        {"size": HANDOUT_SIZES, "context_length": LONG, "dtype": ("fp32",),
+         "range": ("inference", "forward", "backward", "optimizer", "scores", "softmax", "output")},
+    ],
+    "torch_compile": [
+        {"size": HANDOUT_SIZES, "mode": ("forward", "train_step"), "dtype": ("bf16",), "compile": ("off", "default")},
+        {"size": ("small", "medium"), "context_length": (1024,), "attention": ("flash_triton", "sdpa"),
+         "compile": ("reduce-overhead",), "batch": (4,)},
+    ],
+    "training": [
+        {"attention": ("reference", "sdpa", "flash_triton"), "sharded": (False, True), "world_size": (2,),
+         "wrapper": ("naive", "flat", "overlapped", "bucketed", "in_place", "torch")},
+    ],
+    "zero": [
+        {"variant": ("plain", "sharded", "torch", "torch_zero"), "moment": STEP_MOMENTS, "context_length": (128, 512)},
+        {"variant": ("alone", "plain", "sharded", "overlapped", "torch", "torch_zero"), "moment": ("timed",),
+         "context_length": (128, 512, 1024)},
+        {"world_size": (1, 2, 4, 8)},
+    ],
+}  # fmt: skip
+NEEDS_A_GPU = (  # by what a case of the smoke preset becomes one that no CPU measures
+    ("attention", "cap_gib", (24,)), ("attention", "impl", ("flash_triton",)), ("benchmarking", "dtype", ("tf32",)),
+    ("benchmarking", "attention", ("flash_triton",)), ("ddp", "dtype", ("tf32",)), ("fsdp", "size", ("xl",)),
+    ("flash_bench", "impl", ("flash_triton", "flash_cuda", "sdpa_cudnn", "sdpa_efficient", "flex_compiled")),
+    ("hardware", "dtype", ("tf32", "fp16")), ("hardware", "size", (16384,)), ("hardware", "kind", ("launch_graph",)),
+    ("hardware", "kind", ({"kind": "copy", "dtype": "bytes", "size": 2**32},)),
+    ("leaderboard_kernels", "impl", ("flash_triton", "plain_triton", "sdpa_cudnn", "sdpa_efficient", "fa4")),
+    ("leaderboard_kernels", "impl", ("flex_compiled",)), ("leaderboard_ladder", "impl", ("f_all_tiles", "f_hopper")),
+    ("memory", "size", ("small",)), ("profiling", "dtype", ("tf32",)), ("zero", "size", ("xl",)),
+    ("training_sweep", "cap_gib", (24,)),
 )  # fmt: skip
 DERIVED = {  # answers that rest on no rows
     "benchmarking_script (a)", "memory_profiling (d)", "flash_forward (a)", "flash_forward (c)", "flash_backward",
@@ -52,7 +128,7 @@ def run(chapter, **parameters):
 @pytest.mark.parametrize("preset", selection.PRESETS)
 @pytest.mark.parametrize("table", chapters.tables())
 def test_grids(table, preset):
-    """Each case once, of allowed values; a group has a forecast. A case is repeated somewhere, in most tables in each
+    """Each case once, of allowed values. A case is repeated somewhere, in most tables in each
     group."""
     experiment = chapters.load(table)
     cases = experiment.grid(preset)
@@ -61,6 +137,9 @@ def test_grids(table, preset):
         assert not getattr(case, "repeat", 0) or dataclasses.replace(case, repeat=0) in cases
         given = {f: v for f, v in dataclasses.asdict(case).items() if f in experiment.choices}
         assert selection.named(experiment, **given) == {field: [value] for field, value in given.items()}
+    for asked in ASKED.get(table, ()) if preset == "full" else ():
+        there = {tuple(getattr(case, field) for field in asked) for case in cases}
+        assert set(itertools.product(*asked.values())) <= there
     repeats = hasattr(cases[0], "repeat") and table != "training_run"  # which takes minutes
     assert not repeats or any(case.repeat for case in cases)
     for group in rows.groups(experiment, cases):
@@ -70,6 +149,32 @@ def test_grids(table, preset):
 
 
 # ------------------------------------------------------------------------------------------------ measuring
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
+@pytest.mark.parametrize(("table", "field", "values"), NEEDS_A_GPU)
+def test_what_needs_a_gpu_is_skipped_without_one(table, field, values):
+    experiment = chapters.load(table)
+    for value in values:
+        case = dataclasses.replace(
+            experiment.grid("smoke")[0], **(value if isinstance(value, dict) else {field: value})
+        )
+        [metrics], _ = measuring._run(experiment, [case])
+        assert metrics.pop("status").startswith("skipped: needs "), (value, metrics)
+        assert not any("ms_" in column for column in metrics)  # no number of what was not run
+
+
+@pytest.mark.parametrize("table", ["allreduce", "ddp", "fsdp", "training", "zero"])
+def test_one_gpu_is_not_taken_for_two(table, monkeypatch):
+    """Nothing is launched, and the rest of the grid is not in the way."""
+    monkeypatch.setattr(machine, "gpu_names", lambda: ["NVIDIA H200"])
+    experiment = chapters.load(table)
+    on_two = [
+        c for c in experiment.grid("full") if c.world_size == 2 and getattr(c, "device", "cuda") == "cuda"
+    ]
+    [group, *_] = rows.groups(experiment, on_two)
+    for metrics in measuring._run(experiment, group)[0]:
+        assert metrics["status"].startswith("skipped: needs 2 GPUs")
+
+
 class NothingFits(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -165,8 +270,9 @@ def test_a_part_of_the_rows_of_several_machines(chapter, published):
 @pytest.mark.parametrize("chapter", LAPTOPS)
 def test_a_laptops_rows(chapter, results_root):
     """Those of the smoke preset, made up: they are shown, whatever the sentences about larger models make of them."""
-    experiment, of_case = chapters.load(chapter), importlib.import_module(f"test_chapter_{chapter}").laptop
-    step_rows.write(experiment, experiment.grid("smoke"), results_root, "laptop", of_case)
+    of_case = importlib.import_module(f"test_chapter_{chapter}").laptop
+    for experiment in chapters.tables_of(chapter):
+        step_rows.write(experiment, experiment.grid("smoke"), results_root, "laptop", of_case)
     sentences, shown = run(chapter, machine="laptop", preset="smoke")
     assert sentences and any("laptop" in str(getattr(thing, "data", thing)) for thing in shown)
 

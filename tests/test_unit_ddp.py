@@ -16,7 +16,8 @@ import distributed
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import about, fail, new_seed, share
+from beside import PARTS, WAYS, after_failures, backward, in_parts, once_more, train_in_each, with_each
+from distributed import about, fail, new_seed
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -24,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from cs336_systems.parallel import ddp as ddp_module
 from cs336_systems.parallel.buckets import Bucket, assign
 from cs336_systems.parallel.ddp import BucketedDDP, FlatDDP, InPlaceDDP, NaiveDDP, OverlappedDDP
+from cs336_systems.parallel.fsdp import FullyShardedDataParallel
 
 BUCKET_SIZES_MB = (0.0001, 0.0016, 0.01, None)
 WRAPPERS = {
@@ -36,6 +38,7 @@ WRAPPERS = {
 ALIKE = ("overlapped", "bucketed 0.01", "in place 0.0016")
 """One of each class that communicates during the backward pass."""
 KINDS = ("naive", "flat", *ALIKE)
+EVERY = WRAPPERS | {"fsdp": FullyShardedDataParallel}
 OVERLAPPING = {name: wrap for name, wrap in WRAPPERS.items() if name not in ("naive", "flat")}
 
 
@@ -137,32 +140,6 @@ def build(name, seed):
 
 
 # ------------------------------------------------------------------------------------------- what ranks share
-def spoil(model, group=None):
-    """Other weights and buffers on every rank of the group but its first: the wrapper must copy that one's."""
-    rank = dist.get_rank(group)
-    with torch.no_grad():
-        for tensor in itertools.chain(model.parameters(), model.buffers()):
-            if rank:
-                tensor.copy_(torch.ones_like(tensor) * rank)
-    return model
-
-
-def loss_of(model, x, y):
-    return (model(x) - y).square().mean()
-
-
-def assert_like(model, reference):
-    """Parameters and gradients of the reference; the same gradients are None."""
-    narrow = any(p.dtype != torch.float64 for p in reference.parameters())
-    bounds = {"rtol": 1e-5, "atol": 1e-6} if narrow else {"rtol": 1e-10, "atol": 1e-12}
-    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), f"the gradient of {name}: {p.grad}, not {q.grad}"
-        for what, one, other in (("", p, q), ("gradient of ", p.grad, q.grad)):
-            if one is not None:
-                message = lambda m, what=what, name=name: f"{what}{name}: {m}"
-                torch.testing.assert_close(one, other, **bounds, msg=message)
-
-
 def finish(model, *inputs):
     """A backward pass of the sum of the outputs, and gradients that are averaged."""
     model(*inputs).sum().backward()
@@ -176,41 +153,10 @@ def data(steps, batch, seed):
 
 
 # ------------------------------------------------------------------------- the weights of a single process
-def backward(model, x, y, *ignored):
-    loss_of(model, x, y).backward()
-
-
-def train_beside_a_single_process(
-    seed, model, batches, backward=backward, whole=None, part=share, wrappers=WRAPPERS, group=None
-):
-    """Trains a model in each wrapper on this rank's part of each batch beside the same model, alone, on all of it.
-
-    After each step both have the same gradients and weights. A batch is (inputs, targets, what `backward` wants
-    beside); `part` takes this rank's part of the first two; `whole` is the backward pass of the model that is alone,
-    where it is another than `backward`. Gradients are dropped or zeroed between steps, at random.
-    """
-    rng = random.Random(seed)
-    for wrapper, wrap in wrappers.items():
-        with about(wrapper, model):
-            alone, ours = build(model, seed), wrap(spoil(build(model, seed), group))
-            for mine, other in zip(
-                ours.module.state_dict().values(), alone.state_dict().values(), strict=True
-            ):
-                assert torch.equal(mine, other), "parameters and buffers are those of the group's first rank"
-            optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (ours, alone)]
-            for x, y, *more in batches:
-                set_to_none = rng.random() < 0.5
-                for optimizer in optimizers:
-                    optimizer.zero_grad(set_to_none=set_to_none)
-                backward(ours, part(x), part(y), *more)
-                ours.finish_gradient_synchronization()
-                (whole or backward)(alone, x, y, *more)
-                assert_like(ours, alone)
-                for optimizer in optimizers:
-                    optimizer.step()
-            assert_like(ours, alone)
-            tensors = [(p, p.grad) for p in ours.parameters()]
-            distributed.assert_same_on_all_ranks(itertools.chain(*tensors), group)
+def train(seed, model, batches, *how, wrappers=WRAPPERS, **more):
+    """As one process does, in each wrapper."""
+    with about(model):
+        train_in_each(wrappers, seed, functools.partial(build, model), batches, *how, **more)
 
 
 def train_every_model(seed):
@@ -220,7 +166,7 @@ def train_every_model(seed):
     batches = [batch for n in (1, 3, 2, 1) for batch in data(1, n * ranks, seed + n)]
     for (i, model), (j, wrapper) in itertools.product(enumerate(REACHED_LATE), enumerate(WRAPPERS)):
         if ranks == 2 or (i + j + seed) % len(REACHED_LATE) == 0:
-            train_beside_a_single_process(seed, model, batches, wrappers={wrapper: WRAPPERS[wrapper]})
+            train(seed, model, batches, wrappers={wrapper: WRAPPERS[wrapper]})
 
 
 def train_with_layers_skipped(seed):
@@ -248,50 +194,19 @@ def train_with_layers_skipped(seed):
         if losses := [(alone(x, used) - y).square().mean() / ranks for x, y, used in parts if used]:
             sum(losses).backward()
 
-    batches = [(*batch, plan) for batch, plan in zip(data(len(plans), 2 * ranks, seed), plans, strict=True)]
     each = {kind: WRAPPERS[kind] for kind in KINDS}
-    train_beside_a_single_process(seed, "optional", batches, own, whole, wrappers=each)
+    train(seed, "optional", with_each(data(len(plans), 2 * ranks, seed), *plans), own, whole, wrappers=each)
 
 
 # -------------------------------------------------------------------------------- several backward passes
 def train_with_accumulation(seed):
-    """Three small batches a step, two or all of them under no_sync(), against one batch of all."""
-    parts = 3
-
-    def in_parts(model, x, y, inside):
-        small = list(zip(x.chunk(parts), y.chunk(parts), strict=True))
-        with torch.no_grad():
-            model(x)  # for looking only
-        with model.no_sync():
-            for part in small[:inside]:
-                (loss_of(model, *part) / parts).backward()
-        for part in small[inside:]:
-            (loss_of(model, *part) / parts).backward()
-
-    several = data(4, 2 * parts * dist.get_world_size(), seed)
-    batches = [(*batch, parts - step % 2) for step, batch in enumerate(several)]
-    train_beside_a_single_process(seed, "odd", batches, in_parts, backward)
+    batches = with_each(data(4, 2 * PARTS * dist.get_world_size(), seed), *WAYS)
+    train(seed, "odd", batches, in_parts, backward)
 
 
 def second_backward_pass_is_refused(seed):
-    """Where gradients are under way; after the error the step can be finished and the next one is right."""
-
-    def once_more(model, x, y, quietly):
-        backward(model, x, y)
-        words = r"second backward pass .* layers\.2\.bias, .*no_sync\(\)"
-        with (
-            model.no_sync() if quietly else contextlib.nullcontext(),
-            pytest.raises(RuntimeError, match=words),
-        ):
-            backward(model, x, y)
-        model.finish_gradient_synchronization()
-        model.zero_grad()
-        backward(model, x, y)
-        model.finish_gradient_synchronization()  # and once more by the caller: the mean of means is the mean
-
-    pairs = zip(data(2, 4 * dist.get_world_size(), seed), (False, True), strict=True)
-    batches = [(*batch, quietly) for batch, quietly in pairs]
-    train_beside_a_single_process(seed, "plain", batches, once_more, backward, wrappers=OVERLAPPING)
+    batches = with_each(data(2, 4 * dist.get_world_size(), seed), False, True)
+    train(seed, "plain", batches, once_more, backward, wrappers=OVERLAPPING)
 
 
 class OnData(torch.optim.SGD):
@@ -334,27 +249,15 @@ REACHED_LATE = {
 
 
 def start_afresh_after_failures(seed):
-    """Backward passes raise on all ranks, in the same place or in two; what follows is as if they had not been."""
+    """In the same place on all ranks, or in two."""
     for (i, model_name), (j, wrapper) in itertools.product(enumerate(REACHED_LATE), enumerate(WRAPPERS)):
         alike = (i + j + seed) % 2
         late = REACHED_LATE[model_name][0 if alike else dist.get_rank() % 2]
 
-        def after_failures(model, x, y, fails, late=late):
-            if fails:
-                handle = model.module.get_parameter(late).register_hook(fail)
-                with pytest.raises(ZeroDivisionError):
-                    backward(model, x, y)
-                handle.remove()
-                model.zero_grad(set_to_none=False)
-            with model.no_sync():
-                (loss_of(model, x, y) / 2).backward()
-            (loss_of(model, x, y) / 2).backward()
-
-        pairs = zip(data(3, 4 * dist.get_world_size(), seed), (True, False, True), strict=True)
-        batches = [(*batch, fails) for batch, fails in pairs]
+        batches = with_each(data(3, 4 * dist.get_world_size(), seed), late, None, late)
         one = {wrapper: WRAPPERS[wrapper]}
         with about(f"alike={alike}"):
-            train_beside_a_single_process(seed, model_name, batches, after_failures, backward, wrappers=one)
+            train(seed, model_name, batches, after_failures, backward, wrappers=one)
 
 
 def fail_on_one_rank(seed):
@@ -382,7 +285,7 @@ def checkpoint_the_wrapper(seed):
         outputs = [checkpoint(model, x, [layer], use_reentrant=False) for layer in (2, 0, 1)]
         (sum(outputs) - y).square().mean().backward()
 
-    train_beside_a_single_process(seed, "optional", data(2, 2 * dist.get_world_size(), seed), recomputed)
+    train(seed, "optional", data(2, 2 * dist.get_world_size(), seed), recomputed)
 
 
 def share_memory_between_gradients(seed):
@@ -429,7 +332,7 @@ def average_by_group_calls(seed):
             launched.clear()
             one = {wrapper: WRAPPERS[wrapper]}
             batches = data(2, 2 * dist.get_world_size(), seed)
-            train_beside_a_single_process(seed, "plain", batches, wrappers=one)
+            train(seed, "plain", batches, wrappers=one)
             assert launched == calls * 2
 
 
@@ -601,7 +504,7 @@ def train_compiled(seed):
         torch.compiler.reset()
         compiled = {f"{wrapper}, {where}": functools.partial(compile_around, where, WRAPPERS[wrapper])}
         batches = data(3, 4 * dist.get_world_size(), seed)
-        train_beside_a_single_process(seed, "plain", batches, wrappers=compiled)
+        train(seed, "plain", batches, wrappers=compiled)
 
 
 # ---------------------------------------------------------------------------------- groups and wrong arguments
@@ -609,7 +512,7 @@ def train_in_two_groups(seed):
     """Ranks 0 and 2 train one model, ranks 1 and 3 another."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = dist.get_rank() % 2
-    train_beside_a_single_process(
+    train(
         seed + mine, "tied", data(2, 4, seed + mine), part=lambda batch: batch.chunk(2)[dist.get_rank() // 2],
         wrappers={name: functools.partial(wrap, process_group=groups[mine]) for name, wrap in WRAPPERS.items()},
         group=groups[mine],
@@ -771,9 +674,9 @@ def test_bucket_sizes_are_positive_numbers(bad):
         BucketedDDP(Plain(), bad)
 
 
-@pytest.mark.parametrize("wrapper", KINDS)
+@pytest.mark.parametrize("wrapper", [*KINDS, "fsdp"])
 def test_errors_say_what_is_expected(wrapper, alone):
-    wrap = WRAPPERS[wrapper]
+    wrap = EVERY[wrapper]
     with pytest.raises(ValueError, match=r"module is 3; expected a torch.nn.Module"):
         wrap(3)
     with pytest.raises(ValueError, match="module ReLU has no parameter that requires a gradient"):
@@ -785,6 +688,8 @@ def test_errors_say_what_is_expected(wrapper, alone):
     module = Plain()
     module.layers[0].bias.requires_grad_(False)
     model = wrap(module)
+    with pytest.raises(ValueError, match="wrapped already"):
+        NaiveDDP(nn.Sequential(module))
     with model.no_sync(), model.no_sync(), pytest.raises(RuntimeError, match="inside no_sync"):
         model.finish_gradient_synchronization()
     model.finish_gradient_synchronization()
@@ -795,20 +700,20 @@ def test_errors_say_what_is_expected(wrapper, alone):
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [*itertools.pairwise(["naive", "naive", "flat", *ALIKE, "naive"])]
+    ("first", "second"), [*itertools.pairwise(["naive", "naive", "flat", *ALIKE, "naive", "fsdp"])]
 )
 def test_a_parameter_has_one_wrapper_at_a_time(first, second, alone):
     module = Plain()
     holder = nn.Module()
     holder.tied = module.layers[2].weight
-    wrapped = [WRAPPERS[first](module)]
+    wrapped = [EVERY[first](module)]
     wrapped.append(wrapped)  # deleted, it waits for the garbage collector
     for again in (module, module.layers[2], nn.Sequential(module), nn.Sequential(wrapped[0]), holder):
         with pytest.raises(ValueError, match=r"wrapped already, .* gradients of .*(weight|tied)"):
-            WRAPPERS[second](again)
-    WRAPPERS[second](copy.deepcopy(module))
+            EVERY[second](again)
+    EVERY[second](copy.deepcopy(module))
     del wrapped, again
-    model = WRAPPERS[second](module)
+    model = EVERY[second](module)
     finish(model, torch.ones(2, 6))
 
 

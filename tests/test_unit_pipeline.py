@@ -53,10 +53,12 @@ def cs336(*arguments):
 
 
 def test_from_text_to_samples_and_again(tmp_path, monkeypatch):
-    said = []
+    said, asked, device_of = [], [], modes.device_of
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setattr(modes, "device_of", lambda device: asked.append(device) or device_of(device))
     result = pipeline.train(made(tmp_path / "run"), said.append)
+    assert set(asked) == {"cpu"}, "at the end, too"
     out = tmp_path / "run"
     assert 0 < result["floor"] < result["valid_loss"] < 6.5 and len(result["samples"]) == 2
     assert all(text.startswith("Once upon a time") for text in result["samples"])
@@ -70,13 +72,6 @@ def test_from_text_to_samples_and_again(tmp_path, monkeypatch):
     assert again["valid_loss"] == result["valid_loss"] and len(again["samples"]) == 1
     assert any("holds it already" in line for line in said)
     assert (out / "checkpoints" / "step-00000006" / "model.safetensors").stat().st_mtime_ns == weights
-
-
-def test_a_run_on_a_cpu_asks_for_no_gpu_at_its_end(tmp_path, monkeypatch):
-    asked, device_of = [], modes.device_of
-    monkeypatch.setattr(modes, "device_of", lambda device: asked.append(device) or device_of(device))
-    pipeline.train(made(tmp_path, run__device="cpu", generation__samples=1), lambda line: None)
-    assert set(asked) == {"cpu"}
 
 
 def test_a_finished_run_is_no_result_of_another_text(tmp_path):
@@ -291,16 +286,6 @@ def test_sigterm_saves_and_ends(tmp_path, nproc):
     assert result["stopped"] and os.path.isdir(result["checkpoint"])
 
 
-def test_generate_speaks_in_a_stream(tmp_path):
-    pipeline.train(made(tmp_path, generation__samples=0), lambda line: None)
-    call = lambda: cs336(
-        "generate", "--checkpoint", tmp_path, "--tokens", 9, "The dog", "A cat — ünïcode", "--seed", 3
-    )
-    done = call()
-    assert done.exit_code == 0 and done.stdout.startswith("The dog") and "\n\nA cat — ünïcode" in done.stdout
-    assert done.stdout == call().stdout
-
-
 # ------------------------------------------------------------------------------------------------------------ going on
 MAY = {
     "schedule.steps": 9, "parallel.wrapper": "naive", "parallel.nproc": 2, "run.compile": "blocks", "logging.every": 7,
@@ -408,8 +393,10 @@ def test_the_text_and_the_tokenizer_of_a_finished_run_stay(tmp_path, trained, co
 def test_a_checkpoint_speaks_by_itself(tmp_path, trained):
     [step] = checkpoints.found(trained[0] / "checkpoints")
     alone = shutil.copytree(step, tmp_path / "alone" / step.name)
-    speak = lambda place: cs336("generate", "--checkpoint", place, "--tokens", 5)
-    assert speak(alone).exit_code == 0 and speak(alone).stdout == speak(trained[0]).stdout
+    words = "--tokens", 9, "The dog", "A cat — ünïcode", "--seed", 3
+    done, again = (cs336("generate", "--checkpoint", place, *words) for place in (alone, trained[0]))
+    assert done.exit_code == 0 and done.stdout == again.stdout
+    assert done.stdout.startswith("The dog") and "\n\nA cat — ünïcode" in done.stdout
 
 
 def test_a_text_ends_with_all_that_was_written(monkeypatch):
