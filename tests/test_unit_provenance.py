@@ -98,6 +98,8 @@ CHOOSES = {"attention/registry.py", "chapters/shared/attention_peers.py"}
 # Measurements reach them, and no number depends on them.
 BESIDE = {
     "attention/auto.py", "chapters/shared/depends.py",
+    # what is refused, and how ranks are launched
+    "chapters/shared/needs.py", "chapters/shared/on_ranks.py",
     # what is known of a kernel without running it
     "attention/checks/aot.py",
     # where a training run has its text from, and what it writes; which of its sizes are tried
