@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import math
+import re
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -110,6 +113,23 @@ def test_gradients_are_those_without_checkpoints(strategy, narrow):
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), work.targets.flatten()).backward()
     for a, b in zip(work.model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("name, again", [("nested", 8 / 2 * 3 + 1), ("chained", 8 + 7 * 6 / 2)])
+def test_the_pages_sketch_runs_and_repeats_as_many_blocks_as_the_page_says(name, again):
+    notebook = Path(__file__).parents[1] / "book" / "checkpointing.ipynb"
+    sources = ["".join(cell["source"]) for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]]
+    [sketch] = re.findall(r"```python\n(.*?)```", "\n".join(sources), re.DOTALL)
+    exec(sketch, names := {})
+    blocks, x, runs = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(8)), torch.randn(3, 4), []
+    torch.nn.Sequential(*blocks)(x).square().sum().backward()
+    expected = [p.grad.clone() for p in blocks.parameters()]
+    blocks.zero_grad()
+    for block in blocks:
+        block.register_forward_pre_hook(lambda *_: runs.append(1))
+    names[name](blocks, x).square().sum().backward()
+    assert len(runs) == 8 + again
+    torch.testing.assert_close([p.grad for p in blocks.parameters()], expected)
 
 
 @without_gpu
