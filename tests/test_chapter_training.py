@@ -24,6 +24,7 @@ from cs336_systems.chapters.training import show_matrix as matrix
 from cs336_systems.chapters.training import show_sweep as sweep
 from cs336_systems.chapters.training import sweep as training_sweep
 from cs336_systems.chapters.training import trials
+from cs336_systems.report import tables
 from cs336_systems.report.claims import execute
 from cs336_systems.report.values import Number, Row
 from cs336_systems.store.status import Skip
@@ -244,7 +245,8 @@ def test_the_speed_over_plain_is_of_one_run(made_up):
     assert rows[rows["attention"] == "sdpa"]["plain"].to_list() == pytest.approx([5 / 1.05] * 5, rel=1e-4)
     assert list(dict.fromkeys(rows["tier"])) == ["128:64", "256:128", "512:256", "1024:512", "2048:1024"]
     long = sweep.complete(rows_of("sweep", cap_gib=24))
-    assert long["status"].value_counts()["oom"] == 3
+    assert set(long.attrs["words"]) <= set(long)
+    assert tables.printed(long)["both, ms"].value_counts()["OOM"] == 3
 
 
 def test_figures_are_drawn_with_rows_and_without(made_up, results_root):

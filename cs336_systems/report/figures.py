@@ -119,7 +119,8 @@ def legend_below(figure: Figure, *axes: Axes) -> None:
     for ax in axes:
         handles, labels = ax.get_legend_handles_labels()
         if handles:
-            figure.legend(handles, labels, loc="outside lower center", ncols=min(5, len(labels)))
+            across = -(-len(labels) // -(-len(labels) // 5))  # at most five, in lines of about equal length
+            figure.legend(handles, labels, loc="outside lower center", ncols=across)
             return
 
 

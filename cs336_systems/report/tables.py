@@ -21,7 +21,7 @@ EMPTY = "–"
 # what means something in Markdown (math, roles and substitutions included), HTML or matplotlib's texts, and what cannot
 # be seen
 _MARKUP = {ord(c): f"&#{ord(c)};" for c in "&<>\"'`*[]|$\\{}~"}
-_LONG, _LONG_TEXT = 30, 1500  # rows, characters that wrap: more are set as a table of several pages
+_LONG, _LONG_TEXT = 24, 1500  # rows, characters that wrap: more are set as a table of several pages
 _WIDE = 8  # columns: more are set smaller
 
 
@@ -140,7 +140,9 @@ def printed(frame: pd.DataFrame, digits: Mapping[str, int] | None = None) -> pd.
 def _numeric(texts: Iterable[str]) -> bool:
     """Whether a column holds numbers: it is set flush right."""
     looks = [
-        re.fullmatch(r"[−+\-]?[\d,]*\.?\d+(e[−\-]?\d+)?( ?[×%])?", t) is not None for t in texts if t != EMPTY
+        re.fullmatch(r"[−+\-]?[\d,]*\.?\d+(e[−\-]?\d+)?( ?[×%])?", t) is not None
+        for t in texts
+        if t not in ("", EMPTY)
     ]
     return bool(looks) and sum(looks) * 2 >= len(looks)
 
@@ -207,7 +209,8 @@ def to_markdown(frame: pd.DataFrame, caption: str, name: str, wrap: bool = False
         # what columns of numbers take, some 0.6 % of a line a character, is not to be shared
         numbers = sum(length for length, k in zip(longest, kinds, strict=True) if k == "r")
         lengths = [length**0.75 * (k != "r") for length, k in zip(longest, kinds, strict=True)]
-        shares = [(0.95 - 0.006 * numbers) * length / sum(lengths) for length in lengths]
+        free = 1 - 0.0135 * len(heads) - 0.006 * numbers  # between columns, numbers
+        shares = [free * length / sum(lengths) for length in lengths]
         paragraph = r">{\raggedright\arraybackslash}p{%.2f\linewidth}"
         kinds = [k if k == "r" else paragraph % share for k, share in zip(kinds, shares, strict=True)]
     latex = f"```{{tabularcolumns}} {''.join(kinds)}\n```\n\n"

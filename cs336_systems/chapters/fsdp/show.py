@@ -77,8 +77,8 @@ def times(steps: pd.DataFrame) -> pd.DataFrame:
 def memory(steps: pd.DataFrame) -> pd.DataFrame:
     """What a rank holds by its tensors; what is allocated at the update, and the peak beside its closed form."""
     rows = steps[steps["repeat"] == 0]
-    columns = {f"{name}_bytes": name.replace("_", " ") for name in HELD} | {"after_bytes": "allocated"}
-    columns |= {"peak_bytes": "peak", "closed_bytes": "closed form"}
+    columns = {f"{name}_bytes": name.removeprefix("optimizer_") for name in HELD}
+    columns |= {"after_bytes": "allocated", "peak_bytes": "peak", "closed_bytes": "closed form"}
     return pd.DataFrame({
         **({"machine": rows["machine"]} if rows["machine"].nunique() > 1 else {}),
         "model, context": rows["place"], "variant": rows["variant"],

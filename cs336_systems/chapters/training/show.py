@@ -199,7 +199,7 @@ def run_figure(rows: pd.DataFrame) -> Figure:
         figures.plain_ticks(ax.yaxis, 1, 2, 5)
         title = f"{row['size']}, {row['dtype']}, {row['minutes']:g} min"
         ax.set(xlabel="million tokens", title=title + f" ({row['machine']})" * several)
-    axes[0, 0].set_ylabel("loss − entropy, nats a token")
+    axes[0, 0].set_ylabel("loss − entropy,\nnats a token")
     figures.legend_below(drawn, axes[0, 0])
     return drawn
 

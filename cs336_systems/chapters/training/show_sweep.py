@@ -36,12 +36,14 @@ def table(rows: pd.DataFrame, part: str = "forward") -> pd.DataFrame:
 def complete(rows: pd.DataFrame) -> pd.DataFrame:
     """Every case: times, memory, where it ran out, forward's speed over plain attention's."""
     rows = ordered(rows)
-    return pd.DataFrame({
+    found = pd.DataFrame({
         "machine": rows["machine"], "queries:keys": rows["tier"], "dtype": rows["dtype"], "cap, GiB": rows["cap_gib"],
         "attention": rows["attention"].map(figures.label), "repeat": rows["repeat"],
         "forward, ms": rows["forward_ms_p50"], "both, ms": rows["both_ms_p50"], "over plain, ×": rows["plain"],
-        "forward peak, GiB": rows["forward_peak_gib"], "peak, GiB": rows["peak_gib"], "status": rows["status"],
+        "forward peak, GiB": rows["forward_peak_gib"], "peak, GiB": rows["peak_gib"],
     })  # fmt: skip
+    found.attrs["words"] = dict.fromkeys(found.columns[-5:], rows["status"].map(tables.word).to_dict())
+    return found
 
 
 def bars(rows: pd.DataFrame) -> Figure:
