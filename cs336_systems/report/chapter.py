@@ -259,22 +259,28 @@ class Chapter:
         days = sorted({str(t)[:10] for t in there["time_utc"]})
         when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
         known = store.environments(machine, self.root)
-        words = (_environment_words(known.get(e, {})) for e in frame["env"].dropna().unique())
-        what = "; ".join(dict.fromkeys(words))
+        hardware: dict[str, list[str]] = {}  # by the versions beside it
+        for machines, versions in (
+            _environment_words(known.get(e, {})) for e in frame["env"].dropna().unique()
+        ):
+            hardware.setdefault(versions, []).append(machines)
+        what = "; ".join(f"{' or '.join(dict.fromkeys(x))}, {versions}" for versions, x in hardware.items())
         ran = lambda rows: ~rows["status"].str.startswith("skipped")
         measured = int(ran(there).sum())
         count = f"{measured}" if len(there) == len(frame) else f"{measured} of {len(frame)}"
         old = {table.experiment.name: int(ran(table.on(machine).stale()).sum()) for table in tables}
         which = ", ".join(f"{n} of `{name}`" for name, n in old.items() if n)
         earlier = f" **Measured with earlier code: {which}.**" if which else ""
-        links = ", ".join(table._csv_link(machine) for table in tables)
+        links = ", ".join(filter(None, (table._csv_link(machine) for table in tables)))
         cases = "case" if count == "1" else "cases"
         return f"Measured on `{machine}` ({what}), {when}: {count} {cases}.{earlier} Rows: {links}."
 
     def _csv_link(self, machine: str) -> str:
-        """The table's file, as a link from the book beside the results folder, where there is one."""
+        """The table's file, as a link from the book where that is beside the results folder; empty without a file."""
         path = store.csv_path(self.experiment.name, machine, self.root)
-        if not (path.is_file() and (self.root.parent / "book").is_dir()):
+        if not path.is_file():
+            return ""
+        if not (self.root.parent / "book").is_dir():
             return f"`{path.name}`"
         return f"[`{path.name}`](../{path.relative_to(self.root.parent).as_posix()})"
 
@@ -320,11 +326,13 @@ def given_parameters(namespace: Mapping[str, Any], allowed: Sequence[str]) -> di
     return {name: namespace[name] for name in allowed if name in namespace}
 
 
-def _environment_words(environment: Mapping[str, Any]) -> str:
+def _environment_words(environment: Mapping[str, Any]) -> tuple[str, str]:
+    """Of what hardware, and with which versions."""
     env = {key: escaped(value) for key, value in environment.items()}
     if gpus := env.get("gpus"):
         of = f" of {env['gpus_in_machine']}" if "gpus_in_machine" in env else ""
-        hardware = f"{gpus}{of} × {env['gpu']}, driver {env.get('driver')}"
+        hardware, driver = f"{gpus}{of} × {env['gpu']}", f"driver {env.get('driver')}, "
     else:
-        hardware = env.get("cpu", "unknown CPU") + (f", {env['cores']} cores" if "cores" in env else "")
-    return f"{hardware}, torch {env.get('torch')}, triton {env.get('triton')}"
+        hardware, driver = env.get("cpu", "unknown CPU"), ""
+        hardware += f", {env['cores']} cores" if "cores" in env else ""
+    return hardware, f"{driver}torch {env.get('torch')}, triton {env.get('triton')}"

@@ -36,7 +36,7 @@ def fmt(value: Any, digits: int = 3) -> str:
     if isinstance(value, bool | str) or not isinstance(value, numbers.Real):
         return str(value)
     if isinstance(value, numbers.Integral):
-        return f"{int(value):,}" if abs(int(value)) >= 100_000 else str(int(value))
+        return f"{int(value):,}"
     value = float(value)
     if not math.isfinite(value):
         return EMPTY if math.isnan(value) else "∞" if value > 0 else "−∞"
