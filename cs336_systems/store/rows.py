@@ -186,7 +186,7 @@ def read(experiment: Table, machine: str, root: Path | None = None) -> pd.DataFr
         frame[field] = pd.Series([key[place] for key in rows], dtype=dtype, index=frame.index)
     for metric in experiment.metrics:
         values = pd.to_numeric(frame[metric], errors="coerce")
-        if values.notna().sum() == (frame[metric].fillna("") != "").sum():
+        if values.notna().sum() == (frame[metric].notna() & (frame[metric] != "")).sum():
             frame[metric] = values.astype(float)
     return frame
 
