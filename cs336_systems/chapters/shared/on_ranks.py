@@ -62,6 +62,7 @@ def measured(
         with failure_is_a_row(failed):
             told = {"cases": [dataclasses.asdict(case) for case in together], **(arguments or {})}
             by_rank = launch(function, together[0].world_size, told, log=log, **options)
+            turns.append("")  # what fails from here on is nobody's
             for place, metrics in zip(left, read(together, by_rank), strict=True):
                 found[place] = metrics
             break
