@@ -117,6 +117,23 @@ def test_nsight_systems_records_all_ranks_in_one_report(monkeypatch, results_roo
         assert [row["source"] for row in ddp.run_group(group)] == ["torch"] * 2
 
 
+@without_gpu
+def test_ranks_on_several_nodes_are_recorded_each_in_itself(monkeypatch, results_root):
+    """Under Nsight Systems all ranks would run on this node, which has one GPU: on its CPU."""
+
+    def record_nsys(*arguments, **options):
+        pytest.fail("was asked for ranks of another node")
+
+    step = dataclasses.asdict(TRACED) | {"source": "torch"}
+    monkeypatch.setattr(ddp.nsys, "record_nsys", record_nsys)
+    monkeypatch.setattr(ddp.nsys, "find", lambda: "/usr/bin/nsys")
+    monkeypatch.setattr(ddp.nsys, "version", lambda: "2025.3")
+    monkeypatch.setattr(ddp, "_launch", lambda function, cases, keep: [[[step]]] * 2)
+    monkeypatch.setattr(ddp.machine, "gpu_names", lambda: ["NVIDIA H200"])
+    monkeypatch.setenv("CS336_NODES", "2")
+    assert [row["source"] for row in ddp.run_group([case(kind="trace")])] == ["torch"]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_two_gpus(results_root):

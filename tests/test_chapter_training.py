@@ -56,6 +56,14 @@ def test_compiled_plain_attention_leaves_the_rest_eager():
 
 
 # ------------------------------------------------------------------------------------------------ trials, on the CPU
+def test_many_steps_have_the_time_that_they_take(monkeypatch):
+    """A matrix of 32 cells, a thousand steps of 0.2 s each."""
+    asked = {}
+    monkeypatch.setattr(trials.on_ranks, "measured", lambda *_, **options: asked.update(options) or [])
+    trials.measure([training.Case("auto", "none", False, steps=1000)] * 32)
+    assert asked["timeout_s"] > 32 * 1000 * 0.2
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none")
 def test_all_cells_of_a_group_learn_the_same():

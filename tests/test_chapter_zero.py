@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
+from types import SimpleNamespace
 
 import pytest
 import step_rows
@@ -20,6 +22,7 @@ from cs336_systems.sizes import size
 from cs336_systems.store import rows, selection
 
 torch = pytest.importorskip("torch")
+not_with_one_gpu = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -40,6 +43,7 @@ def case_of(row):
 
 
 @pytest.mark.slow
+@not_with_one_gpu
 def test_smoke_agrees_with_the_closed_forms(smoke):
     found = smoke[0].to_dict("records")
     device = "cuda" if torch.cuda.device_count() >= 2 else "cpu"
@@ -63,6 +67,7 @@ def test_smoke_agrees_with_the_closed_forms(smoke):
 
 
 @pytest.mark.slow
+@not_with_one_gpu
 def test_smoke_counts_what_is_sent(smoke):
     found = smoke[0].to_dict("records")
     counted = {r["variant"]: r for r in found if r["moment"] == zero.TIMED and r["repeat"] == 0}
@@ -87,6 +92,7 @@ def test_smoke_counts_what_is_sent(smoke):
 
 
 @pytest.mark.slow
+@not_with_one_gpu
 def test_the_notebook_on_smoke_rows(smoke, project_root, monkeypatch):
     monkeypatch.setenv("CS336_RESULTS", str(smoke[1]))
     sentences, _ = execute(project_root / "book" / "zero.ipynb", machine="this", preset="smoke")
@@ -104,6 +110,24 @@ def test_torchs_container_keeps_buckets_and_one_rank_has_none():
             assert "status" not in row, row
             for part, num_bytes in zero.predicted(case, "cpu").items():
                 assert row[f"{part}_bytes"] == pytest.approx(num_bytes, rel=1e-3, abs=100), (case, part)
+
+
+def test_what_fails_as_it_is_counted_is_the_case_whose_turn_it_is(monkeypatch):
+    """After all have been timed, which ends with another one's turn."""
+    from cs336_systems.chapters.zero import ranks
+
+    said = []
+
+    @contextlib.contextmanager
+    def step(work, case):
+        said.append(f"step of {case.variant}")
+        yield SimpleNamespace(run=lambda: None)
+
+    monkeypatch.setattr(ranks, "begin_turn", lambda rank, case: said.append(f"turn of {case.variant}"))
+    monkeypatch.setattr(ranks, "_step", step)
+    monkeypatch.setattr(ranks, "_counted", lambda step, rank: {})
+    ranks._all_counted(SimpleNamespace(rank=None), [Case(v, 64, zero.TIMED) for v in ("plain", "sharded")])
+    assert said == ["turn of plain", "step of plain", "turn of sharded", "step of sharded"]
 
 
 def test_a_moment_is_that_of_the_rank_that_holds_most_in_the_end():

@@ -100,6 +100,24 @@ def test_a_folder_that_stays_empty_goes_with_those_made_for_it(tmp_path):
     assert (tmp_path / "new" / "er" / "file").exists()
 
 
+def test_who_waited_for_a_folder_that_then_went_is_alone_in_a_new_one(tmp_path):
+    folder, waits, found = tmp_path / "run", threading.Event(), []
+
+    def wait():
+        with alone(folder, lambda line: waits.set()):
+            found.append(folder.is_dir())
+            with pytest.raises(StoreError, match="another process"), alone(folder):
+                pass
+            found.append("alone")
+
+    second = threading.Thread(target=wait)
+    with alone(folder):
+        second.start()
+        assert waits.wait(60)
+    second.join(60)
+    assert found == [True, "alone"] and not folder.exists()
+
+
 def test_a_disk_without_locks_is_written_to(tmp_path, monkeypatch):
     def flock(*_):
         raise OSError(files.errno.ENOLCK, "No locks available")

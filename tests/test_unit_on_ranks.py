@@ -82,6 +82,37 @@ def test_what_fails_before_any_turn_fails_for_all(monkeypatch, capsys):
     assert "what it said" in capsys.readouterr().err
 
 
+def test_a_run_that_takes_too_long_is_no_cases_failure(monkeypatch):
+    asked = []
+
+    def launch(function, world_size, arguments, *, log):
+        asked.append(arguments)
+        log("[rank 0] turn of flat")
+        raise LaunchError("m:f on 2 ranks took longer than 9 s and was ended")
+
+    monkeypatch.setattr(on_ranks, "launch", launch)
+    found = on_ranks.measured("m:f", [Case("ddp"), Case("flat"), Case("naive")], refuse)
+    assert len({row["status"] for row in found}) == 1 and "took longer" in found[0]["status"]
+    assert len(asked) == 1  # the others would take as long again, one by one
+
+
+def test_what_fails_after_the_ranks_have_ended_fails_for_all(monkeypatch):
+    asked = []
+
+    def launch(function, world_size, arguments, *, log):
+        asked.append(arguments)
+        for case in arguments["cases"]:
+            log(f"[rank 0] turn of {case['wrapper']}")
+        return [[{"number": 1}] * len(arguments["cases"])] * 2
+
+    def read(cases, by_rank):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(on_ranks, "launch", launch)
+    found = on_ranks.measured("m:f", [Case("ddp"), Case("flat"), Case("naive")], refuse, read=read)
+    assert found == [{"status": "error: OSError: No space left on device"}] * 3 and len(asked) == 1
+
+
 def test_what_a_machine_lacks_is_named(monkeypatch):
     monkeypatch.setattr(machine, "gpu_names", lambda: ["NVIDIA H200"])
     monkeypatch.setattr(machine, "free_memory_bytes", lambda device: 2**33)

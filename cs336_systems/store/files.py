@@ -228,7 +228,7 @@ def make_folder(folder: str | Path) -> Path:
 
 
 @contextmanager
-def lock(path: Path, busy: Callable[[], None] = lambda: None) -> Iterator[None]:
+def lock(path: Path, busy: Callable[[], None] = lambda: None) -> Iterator[int]:
     """Holds a lock file, which the system releases when this process ends, however it does. Where another process holds
     it, calls `busy` and waits. The file stays: were it removed, two could hold one of the same name. A folder can be
     locked itself, and leaves no file. Where the disk has no locks, that nobody else writes is the user's care."""
@@ -247,7 +247,7 @@ def lock(path: Path, busy: Callable[[], None] = lambda: None) -> Iterator[None]:
         except OSError as error:
             if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
                 raise StoreError(f"cannot lock {path}: {error.strerror}") from error
-        yield
+        yield file
     finally:
         os.close(file)
 
@@ -263,16 +263,21 @@ def alone(folder: Path, say: Callable[[str], None] | None = None) -> Iterator[No
             raise StoreError(line + "wait until it has ended, or choose another folder")
         say(line + "waiting until it has ended")
 
-    with naming("write into", folder):
-        new = [place for place in (folder, *folder.parents) if not place.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with lock(folder, busy):
-            yield
-    finally:
-        with suppress(OSError):  # something stands in it
-            for place in new:
-                place.rmdir()
+    here = False
+    while not here:
+        with naming("write into", folder):
+            new = [place for place in (folder, *folder.parents) if not place.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
+        with lock(folder, busy) as held:
+            with suppress(FileNotFoundError):  # who was alone before may have removed it
+                here = os.path.samestat(os.fstat(held), folder.stat())
+            if here:
+                try:
+                    yield
+                finally:
+                    with suppress(OSError):  # something stands in it
+                        for place in new:
+                            place.rmdir()
 
 
 @contextmanager

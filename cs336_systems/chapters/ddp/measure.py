@@ -217,7 +217,8 @@ def _wait() -> None:
 # -------------------------------------------------------------------------------------------------- tracing
 def _traced(cases: list[Case]) -> list[dict[str, Any]]:
     """Records steps of the cases; the condensed timeline of each is written, too."""
-    with_nsys = bool(machine.gpu_names()) and nsys.find() is not None
+    # it sees the processes of one node
+    with_nsys = len(machine.gpu_names()) >= cases[0].world_size and nsys.find() is not None
     everyones, version = _with_nsys(cases) if with_nsys else (None, "")
     if everyones is None:
         everyones, version = _with_torch(cases)

@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cs336_systems.launch.start import launch
+from cs336_systems.launch.start import LaunchError, launch
 from cs336_systems.measure.clocks.ranks import meet
 from cs336_systems.store.status import failure_is_a_row
 
@@ -40,7 +40,7 @@ def measured(
     """The metrics of cases with one `world_size`: what `function` returns of them, as `launch` calls it.
 
     Cases for which `refuse` raises `Skip` are left out. Where a launch fails, the cases whose `turn` it was have
-    failed, and the rest is launched again; where nobody's had begun, all have.
+    failed, and the rest is launched again; where nobody's had begun, or no rank failed, all have.
 
     read:     makes the metrics of what each rank returned.
     options:  of `launch`.
@@ -61,7 +61,13 @@ def measured(
         failed: dict[str, Any] = {}
         with failure_is_a_row(failed):
             told = {"cases": [dataclasses.asdict(case) for case in together], **(arguments or {})}
-            by_rank = launch(function, together[0].world_size, told, log=log, **options)
+            try:
+                by_rank = launch(function, together[0].world_size, told, log=log, **options)
+            except LaunchError as error:
+                if error.rank is None:  # the run as a whole has failed: it took too long
+                    turns.append("")
+                raise
+            turns.append("")  # what fails from here on is nobody's
             for place, metrics in zip(left, read(together, by_rank), strict=True):
                 found[place] = metrics
             break

@@ -53,6 +53,7 @@ _TEXT_MB, _SMALL_TEXT_MB = 8.0, 0.2
 _SMALL = ("mini", "tiny")
 _SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")
 _TIMEOUT_S, _COLLECTIVE_TIMEOUT_S = 3600.0, 300.0  # a rank may wait for another one that compiles
+_STEP_S = 2.0  # more for each step that is asked for
 
 
 def shape(size: str, **own: int) -> str:
@@ -133,7 +134,8 @@ def measure(cases: Sequence[Any], rounds: int = 1) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="cs336-") as folder:
         return on_ranks.measured(
             f"{__name__}:on_a_rank", trials, refuse, arguments={"folder": folder, "rounds": rounds},
-            timeout_s=_TIMEOUT_S, collective_timeout_s=_COLLECTIVE_TIMEOUT_S,
+            timeout_s=_TIMEOUT_S + _STEP_S * rounds * sum(trial.steps for trial in trials),
+            collective_timeout_s=_COLLECTIVE_TIMEOUT_S,
         )  # fmt: skip
 
 

@@ -247,6 +247,7 @@ def _all_counted(work: ParallelWorkload, cases: list[Case]) -> dict[Case, dict[s
     found = {}
     for case in cases:
         if not case.repeat and case.variant != "overlapped":
+            begin_turn(work.rank, case)
             with _step(work, case) as step:
                 for _ in range(_STEPS_WITH_STATE - 1):
                     step.run()
