@@ -100,6 +100,35 @@ def test_a_folder_that_stays_empty_goes_with_those_made_for_it(tmp_path):
     assert (tmp_path / "new" / "er" / "file").exists()
 
 
+def test_who_waited_for_a_folder_that_went_is_alone_in_the_next_one(tmp_path):
+    run = tmp_path / "new" / "run"
+    first = alone(run)
+    first.__enter__()
+    with alone(run, lambda line: first.__exit__(None, None, None)):  # which stayed empty
+        assert run.is_dir()
+        with pytest.raises(StoreError, match="another process"), alone(run):
+            pass
+
+
+def test_who_is_refused_leaves_the_folder_to_who_holds_it(tmp_path, monkeypatch):
+    run, mkdir, held = tmp_path / "run", Path.mkdir, []
+
+    def sooner(path, *arguments, **options):
+        """Another makes it, and locks it, just before."""
+        monkeypatch.setattr(Path, "mkdir", mkdir)
+        held.append(alone(run))
+        held[0].__enter__()
+        mkdir(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", sooner)
+    for _ in range(2):
+        with pytest.raises(StoreError, match="another process"), alone(run):
+            pass
+        assert run.is_dir()
+    held[0].__exit__(None, None, None)
+    assert not run.exists()
+
+
 def test_a_disk_without_locks_is_written_to(tmp_path, monkeypatch):
     def flock(*_):
         raise OSError(files.errno.ENOLCK, "No locks available")

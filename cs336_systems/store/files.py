@@ -230,13 +230,20 @@ def make_folder(folder: str | Path) -> Path:
 @contextmanager
 def lock(path: Path, busy: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Holds a lock file, which the system releases when this process ends, however it does. Where another process holds
-    it, calls `busy` and waits. The file stays: were it removed, two could hold one of the same name. A folder can be
-    locked itself, and leaves no file. Where the disk has no locks, that nobody else writes is the user's care."""
+    it, calls `busy` and waits. The file stays: were it removed, two could hold one of the same name. Where the disk has
+    no locks, that nobody else writes is the user's care."""
     with naming("open", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         # for writing, unless it is another user's: NFS locks none that is open for reading only
         others = path.exists() and not os.access(path, os.W_OK)
-        file = os.open(path, os.O_RDONLY if others or path.is_dir() else os.O_RDWR | os.O_CREAT, 0o666)
+        file = os.open(path, os.O_RDONLY if others else os.O_RDWR | os.O_CREAT, 0o666)
+    with _held(file, path, busy):
+        yield
+
+
+@contextmanager
+def _held(file: int, path: Path, busy: Callable[[], None]) -> Iterator[None]:
+    """Holds the lock of an open file, which is closed afterwards."""
     try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -255,7 +262,8 @@ def lock(path: Path, busy: Callable[[], None] = lambda: None) -> Iterator[None]:
 @contextmanager
 def alone(folder: Path, say: Callable[[str], None] | None = None) -> Iterator[None]:
     """Alone among the commands that write into a folder, which is made, and goes where it stays empty. Where another
-    process is at it, `say` gets a line, and this one waits; without `say`, StoreError."""
+    process is at it, `say` gets a line, and this one waits; without `say`, StoreError. The folder is locked itself, so
+    that no file is left in it; it goes while it is, and who waited for it makes another."""
 
     def busy() -> None:
         line = f"{folder}: another process is writing into it; "
@@ -263,16 +271,21 @@ def alone(folder: Path, say: Callable[[str], None] | None = None) -> Iterator[No
             raise StoreError(line + "wait until it has ended, or choose another folder")
         say(line + "waiting until it has ended")
 
-    with naming("write into", folder):
-        new = [place for place in (folder, *folder.parents) if not place.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with lock(folder, busy):
-            yield
-    finally:
-        with suppress(OSError):  # something stands in it
-            for place in new:
-                place.rmdir()
+    while True:
+        with naming("write into", folder):
+            new = [place for place in (folder, *folder.parents) if not place.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
+            file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        with _held(file, folder, busy):
+            if not (folder.exists() and os.path.samestat(os.fstat(file), folder.stat())):
+                continue
+            try:
+                yield
+            finally:
+                with suppress(OSError):  # something stands in it
+                    for place in new:
+                        place.rmdir()
+            return
 
 
 @contextmanager
