@@ -145,7 +145,7 @@ def test_only_regular_files_are_read(tmp_path, kind):
     """Others have no end, or nobody writes them: reading would wait for ever."""
     from cs336_systems.measure.memory import timeline
     from cs336_systems.measure.trace import condensed, overlap
-    from cs336_systems.training import config, documents, outputs, text, tokens
+    from cs336_systems.training import config, documents, text, tokens
 
     def place(name):
         path = tmp_path / name
@@ -159,7 +159,7 @@ def test_only_regular_files_are_read(tmp_path, kind):
         lambda: text.prepare(source, tmp_path / "text"), lambda: documents.opened(tmp_path / "a.txt"),
         lambda: condensed.Step.from_json(place("c.json")), lambda: overlap.from_json(place("d.json")),
         lambda: timeline.Timeline.from_json(place("e.json")),
-        lambda: tokens.load_tokenizer(place("tokenizer.json")), lambda: outputs.sha256(place("weights")),
+        lambda: tokens.load_tokenizer(place("tokenizer.json")), lambda: files.sha256(place("weights")),
     ):  # fmt: skip
         with pytest.raises((ValueError, OSError), match="not a regular file"):
             read()

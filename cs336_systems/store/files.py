@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import errno
 import fcntl
+import hashlib
 import io
 import json
 import os
@@ -79,6 +80,12 @@ def content(path: Path) -> bytes:
     """Of a regular file; OSError as `opened`."""
     with opened(path) as file:
         return file.read()
+
+
+def sha256(path: Path) -> str:
+    """Of a file's content, in hexadecimal; StoreError where it cannot be read."""
+    with naming("read", path), opened(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_text(path: Path) -> str | None:
