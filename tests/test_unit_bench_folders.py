@@ -59,6 +59,7 @@ def test_a_matrix_is_a_folder(made_up, tmp_path):
 
 
 def test_a_matrix_of_a_shape_of_ones_own_as_json(made_up, tmp_path):
+    tmp_path /= "new"
     call(
         "matrix", "--attention", "sdpa", "--wrapper", "none", "--steps", 5, "--size", "tiny", "--d-model", 96,
         "--num-layers", 3, "--num-heads", 6, "--vocab-size", 777, "--out", tmp_path, "--json", tmp_path / "rows.json",
@@ -77,9 +78,11 @@ def test_a_matrix_of_a_shape_of_ones_own_as_json(made_up, tmp_path):
         assert named.model.sizes(9) == dataclasses.replace(
             named.model, d_model=0, d_ff=0, num_layers=0, num_heads=0
         ).sizes(9)
-    for words in (["--d-model", "97"], ["--num-heads", "-1"], ["--d-ff", "wide"]):
-        done = runner.invoke(cli.app, ["bench", "matrix", "--size", "tiny", *words, "--out", str(tmp_path)])
+    out, none = str(tmp_path / "other" / "folder"), str(tmp_path / "none" / "rows.json")
+    for words in (["--d-model", "97"], ["--num-heads", "-1"], ["--d-ff", "wide"], ["--json", none]):
+        done = runner.invoke(cli.app, ["bench", "matrix", "--size", "tiny", *words, "--out", out])
         assert done.exit_code == 2 and done.stderr.startswith("Error: "), done.output
+        assert not (tmp_path / "other").exists()
 
 
 def test_json_on_stdout_is_alone_there(measured_by, tmp_path):

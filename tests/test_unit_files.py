@@ -100,22 +100,33 @@ def test_a_folder_that_stays_empty_goes_with_those_made_for_it(tmp_path):
     assert (tmp_path / "new" / "er" / "file").exists()
 
 
-def test_who_waited_for_a_folder_that_then_went_is_alone_in_a_new_one(tmp_path):
-    folder, waits, found = tmp_path / "run", threading.Event(), []
+def test_who_waited_for_a_folder_that_went_is_alone_in_the_next_one(tmp_path):
+    run = tmp_path / "new" / "run"
+    first = alone(run)
+    first.__enter__()
+    with alone(run, lambda line: first.__exit__(None, None, None)):  # which stayed empty
+        assert run.is_dir()
+        with pytest.raises(StoreError, match="another process"), alone(run):
+            pass
 
-    def wait():
-        with alone(folder, lambda line: waits.set()):
-            found.append(folder.is_dir())
-            with pytest.raises(StoreError, match="another process"), alone(folder):
-                pass
-            found.append("alone")
 
-    second = threading.Thread(target=wait)
-    with alone(folder):
-        second.start()
-        assert waits.wait(60)
-    second.join(60)
-    assert found == [True, "alone"] and not folder.exists()
+def test_who_is_refused_leaves_the_folder_to_who_holds_it(tmp_path, monkeypatch):
+    run, mkdir, held = tmp_path / "run", Path.mkdir, []
+
+    def sooner(path, *arguments, **options):
+        """Another makes it, and locks it, just before."""
+        monkeypatch.setattr(Path, "mkdir", mkdir)
+        held.append(alone(run))
+        held[0].__enter__()
+        mkdir(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", sooner)
+    for _ in range(2):
+        with pytest.raises(StoreError, match="another process"), alone(run):
+            pass
+        assert run.is_dir()
+    held[0].__exit__(None, None, None)
+    assert not run.exists()
 
 
 def test_a_disk_without_locks_is_written_to(tmp_path, monkeypatch):
@@ -134,7 +145,7 @@ def test_only_regular_files_are_read(tmp_path, kind):
     """Others have no end, or nobody writes them: reading would wait for ever."""
     from cs336_systems.measure.memory import timeline
     from cs336_systems.measure.trace import condensed, overlap
-    from cs336_systems.training import config, documents, outputs, text, tokens
+    from cs336_systems.training import config, documents, text, tokens
 
     def place(name):
         path = tmp_path / name
@@ -148,7 +159,7 @@ def test_only_regular_files_are_read(tmp_path, kind):
         lambda: text.prepare(source, tmp_path / "text"), lambda: documents.opened(tmp_path / "a.txt"),
         lambda: condensed.Step.from_json(place("c.json")), lambda: overlap.from_json(place("d.json")),
         lambda: timeline.Timeline.from_json(place("e.json")),
-        lambda: tokens.load_tokenizer(place("tokenizer.json")), lambda: outputs.sha256(place("weights")),
+        lambda: tokens.load_tokenizer(place("tokenizer.json")), lambda: files.sha256(place("weights")),
     ):  # fmt: skip
         with pytest.raises((ValueError, OSError), match="not a regular file"):
             read()

@@ -19,12 +19,14 @@ pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 
 import numpy as np
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models
 from typer.testing import CliRunner
 
 from cs336_systems.cli.main import app
 from cs336_systems.launch import start
 from cs336_systems.training import batches, checkpoints, config, log, modes, pipeline, resuming
+from cs336_systems.training.loop import Trainer
 
 SMALL = {
     "text.train_mb": 0.06, "text.valid_mb": 0.02, "tokenizer.vocab_size": 400, "model.size": "tiny",
@@ -140,16 +142,48 @@ def test_weights_begun_from_are_not_needed_again(tmp_path):
     told = {"checkpoints__init_from": str(begun), "checkpoints__resume": "auto", "generation__samples": 0}
     told |= {"tokenizer__path": str(tmp_path / "a" / "tokens" / "tokenizer.json")}
     pipeline.train(made(tmp_path / "b", **told), lambda line: None)
-    known = lambda place: pipeline._finished(
-        made(tmp_path / "b", **told | {"checkpoints__init_from": str(place)})
-    )
-    moved = shutil.copytree(begun, tmp_path / "moved")
-    assert known(begun) and known(moved) and not known(shutil.copytree(tmp_path / "b", tmp_path / "other"))
-    shutil.rmtree(begun)
+    known = lambda: pipeline._finished(made(tmp_path / "b", **told))
+    moved = begun.rename(tmp_path / "moved")
+    assert known()  # though they are gone
     shutil.copytree(tmp_path / "b", begun)  # others of the same name
-    assert not known(begun)
+    assert not known()
+    shutil.rmtree(begun)
+    file = tmp_path / "b" / "result.json"
+    result = json.loads(file.read_text())
+    shutil.copytree(moved, begun)
+    assert known() and result.pop("begun")
+    file.write_text(json.dumps(result))  # as earlier versions wrote it
+    assert known()
     shutil.rmtree(begun)
     assert pipeline.train(made(tmp_path / "b", **told, schedule__steps=8), lambda line: None)["step"] == 8
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_run_began_from_what_was_there_when_it_did(tmp_path, monkeypatch, stops):
+    """The weights that its base has are others before it has ended."""
+    plain = pipeline.train(made(tmp_path / "a", generation__samples=0), lambda line: None)
+    begun = shutil.copytree(plain["checkpoint"], tmp_path / "begun")
+    step, others = Trainer.train_step, shutil.copytree(begun, tmp_path / "others")
+    weights = checkpoints.weights_of(others)
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, others / "model.safetensors")
+
+    def replaced(trainer):
+        if trainer.step == 2 and others.exists():
+            begun.rename(tmp_path / "first")
+            others.rename(begun)
+            trainer._asked_to_stop = stops
+        return step(trainer)
+
+    monkeypatch.setattr(Trainer, "train_step", replaced)
+    told = {"checkpoints__init_from": str(begun), "checkpoints__resume": "auto", "generation__samples": 0}
+    run = made(tmp_path / "b", **told, tokenizer__path=str(tmp_path / "a" / "tokens" / "tokenizer.json"))
+    assert pipeline.train(run, lambda line: None)["stopped"] == stops
+    if stops:
+        assert pipeline.train(run, lambda line: None)["step"] == 6
+    assert not pipeline._finished(run)
+    shutil.rmtree(begun)
+    (tmp_path / "first").rename(begun)
+    assert pipeline._finished(run)
 
 
 def test_a_tokenizer_of_few_letters(tmp_path):

@@ -159,9 +159,9 @@ def _measure(
     with terminal.wrong_input():
         refresh = selection.choice("refresh", refresh, measuring.REFRESH)
         root = rows.results_root() if save else None
-        terminal.check_json(json_file)
+    with terminal.wrong_input(), alone(Path(out), terminal.say):
         place = make_folder(out)
-    with terminal.wrong_input(), alone(place, terminal.say):
+        terminal.check_json(json_file)  # which may be in it
         frame, failure = bench.measure(experiment, cases, refresh, root, options)
         frame.insert(0, "machine", machine_name())
         with rc_context(figures.STYLE):

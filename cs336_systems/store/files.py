@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import errno
 import fcntl
+import hashlib
 import io
 import json
 import os
@@ -79,6 +80,12 @@ def content(path: Path) -> bytes:
     """Of a regular file; OSError as `opened`."""
     with opened(path) as file:
         return file.read()
+
+
+def sha256(path: Path) -> str:
+    """Of a file's content, in hexadecimal; StoreError where it cannot be read."""
+    with naming("read", path), opened(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_text(path: Path) -> str | None:
@@ -228,15 +235,22 @@ def make_folder(folder: str | Path) -> Path:
 
 
 @contextmanager
-def lock(path: Path, busy: Callable[[], None] = lambda: None) -> Iterator[int]:
+def lock(path: Path, busy: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Holds a lock file, which the system releases when this process ends, however it does. Where another process holds
-    it, calls `busy` and waits. The file stays: were it removed, two could hold one of the same name. A folder can be
-    locked itself, and leaves no file. Where the disk has no locks, that nobody else writes is the user's care."""
+    it, calls `busy` and waits. The file stays: were it removed, two could hold one of the same name. Where the disk has
+    no locks, that nobody else writes is the user's care."""
     with naming("open", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         # for writing, unless it is another user's: NFS locks none that is open for reading only
         others = path.exists() and not os.access(path, os.W_OK)
-        file = os.open(path, os.O_RDONLY if others or path.is_dir() else os.O_RDWR | os.O_CREAT, 0o666)
+        file = os.open(path, os.O_RDONLY if others else os.O_RDWR | os.O_CREAT, 0o666)
+    with _held(file, path, busy):
+        yield
+
+
+@contextmanager
+def _held(file: int, path: Path, busy: Callable[[], None]) -> Iterator[None]:
+    """Holds the lock of an open file, which is closed afterwards."""
     try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -247,7 +261,7 @@ def lock(path: Path, busy: Callable[[], None] = lambda: None) -> Iterator[int]:
         except OSError as error:
             if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
                 raise StoreError(f"cannot lock {path}: {error.strerror}") from error
-        yield file
+        yield
     finally:
         os.close(file)
 
@@ -255,7 +269,8 @@ def lock(path: Path, busy: Callable[[], None] = lambda: None) -> Iterator[int]:
 @contextmanager
 def alone(folder: Path, say: Callable[[str], None] | None = None) -> Iterator[None]:
     """Alone among the commands that write into a folder, which is made, and goes where it stays empty. Where another
-    process is at it, `say` gets a line, and this one waits; without `say`, StoreError."""
+    process is at it, `say` gets a line, and this one waits; without `say`, StoreError. The folder is locked itself, so
+    that no file is left in it; it goes while it is, and who waited for it makes another."""
 
     def busy() -> None:
         line = f"{folder}: another process is writing into it; "
@@ -263,21 +278,21 @@ def alone(folder: Path, say: Callable[[str], None] | None = None) -> Iterator[No
             raise StoreError(line + "wait until it has ended, or choose another folder")
         say(line + "waiting until it has ended")
 
-    here = False
-    while not here:
+    while True:
         with naming("write into", folder):
             new = [place for place in (folder, *folder.parents) if not place.exists()]
             folder.mkdir(parents=True, exist_ok=True)
-        with lock(folder, busy) as held:
-            with suppress(FileNotFoundError):  # who was alone before may have removed it
-                here = os.path.samestat(os.fstat(held), folder.stat())
-            if here:
-                try:
-                    yield
-                finally:
-                    with suppress(OSError):  # something stands in it
-                        for place in new:
-                            place.rmdir()
+            file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        with _held(file, folder, busy):
+            if not (folder.exists() and os.path.samestat(os.fstat(file), folder.stat())):
+                continue
+            try:
+                yield
+            finally:
+                with suppress(OSError):  # something stands in it
+                    for place in new:
+                        place.rmdir()
+            return
 
 
 @contextmanager

@@ -6,7 +6,7 @@
         state.pt              the gradient scaler, and the random state of each rank
         tokenizer.json        what its ids mean, unless they are drawn at random
         checkpoint.json       step, seconds, the configuration, size and SHA-256 of the files above, and SHA-256 of the
-                              files that were learned from ("data")
+                              files that were learned from ("data"; "begun": of the first weights, or "")
 
 A checkpoint is written beside its place, synced to disk, and renamed. `load` holds it against the digests; whatever is
 wrong is one StoreError. `best` is a file with the name of the one with the lowest validation loss.

@@ -9,7 +9,6 @@ content is another are refused. Dates play no part.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import time
@@ -17,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.store.files import StoreError, alone, content, making, naming, opened, sync
+from cs336_systems.store.files import StoreError, alone, content, making, naming, sha256, sync
 
 Say = Callable[[str], None]  # is told a line
 silent: Say = lambda line: None
@@ -78,12 +77,6 @@ def _hold(files: Mapping[str, Any], expected: Mapping[str, str], folder: Path) -
                 f"{folder / name} would not be what the run's checkpoints have learned from: the text or its tokenizer "
                 "is another (tokenizer.path keeps a tokenizer); choose another out for it"
             )
-
-
-def sha256(path: Path) -> str:
-    """Of a file's content, in hexadecimal; ValueError where it cannot be read."""
-    with naming("read", path), opened(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _taken(record: Path, made_from: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cs336_systems.store import files
-from cs336_systems.training import batches, forecast, outputs, resuming, text, tokens
+from cs336_systems.training import batches, forecast, resuming, text, tokens
 from cs336_systems.training.config import Generation, TrainingConfig, load
 from cs336_systems.training.outputs import Say, silent
 
@@ -83,8 +83,7 @@ def _begin(config: TrainingConfig, say: Say, held: contextlib.ExitStack) -> list
         prepare(config, say)  # of a text that has changed since, this is no result
         say(f"training: {config.out} holds it already, {result['step']} steps")
         return ["", result, {}]
-    start = _where_to_start(config, say)
-    at = None
+    start, at = _where_to_start(config, say), None
     if begun := "" if start else config.checkpoints.init_from:  # what goes on has its weights
         try:
             checkpoints.weights_of(place := Path(begun).expanduser())
@@ -94,20 +93,21 @@ def _begin(config: TrainingConfig, say: Say, held: contextlib.ExitStack) -> list
             resuming.check(at, checkpoints.told(at), config, dtype=None)
     if start:
         dtype = modes.dtype_of(config.run.dtype, modes.device_of(config.run.device))
-        resuming.check(Path(start), checkpoints.load(Path(start))[0], config, dtype)
+        resuming.check(Path(start), about := checkpoints.load(Path(start))[0], config, dtype)
     info = prepare(config, say)
     forecast.check_fits(config, info.vocab_size)  # of a tokenizer that is there now
     for name, ids in (("train", info.train), ("valid", info.valid)):
         batches.Batches(ids, config.model.context_length, 1, 0, name)  # refuses a text too short
     theirs, known = at and at / checkpoints.TOKENIZER, info.tokenizer
-    if theirs and known and theirs.is_file() and outputs.sha256(theirs) != info.files[known.name]:
+    if theirs and known and theirs.is_file() and files.sha256(theirs) != info.files[known.name]:
         raise ValueError(
             f"checkpoints.init_from={begun}: its weights know the tokens of {theirs}, not of this run's "
             f"tokenizer; tokenizer.path={theirs} takes it"
         )
     (Path(config.out) / loop.STOP).unlink(missing_ok=True)
     files.replace({Path(config.out) / "config.json": json.dumps(config.to_dict(), indent=1) + "\n"})
-    return [start, None, info.told()]
+    first = about["data"].get("begun", "") if start else _first(config)  # of a start what it began from
+    return [start, None, info.told() | {"files": {**info.files, "begun": first}}]
 
 
 def _on_ranks(config: TrainingConfig, arguments: dict[str, Any], say: Say) -> dict[str, Any]:
@@ -133,29 +133,35 @@ def on_a_rank(rank: Rank | None, config: dict[str, Any], start: str, data: dict[
     trainer = Trainer(made, found, rank, resumed=bool(start))
     if start:
         trainer.resume(Path(start))
-    return trainer.run()
+    return trainer.run() | {"begun": data["files"]["begun"]}
 
 
 # ------------------------------------------------------------------------------------------------ what is there already
 def digest(config: TrainingConfig) -> str:
-    """Of all settings that the trained weights depend on, and of the weights that were the first."""
-    from cs336_systems.training import checkpoints
-
-    if begun := config.checkpoints.init_from:
-        place = Path(begun).expanduser()
-        file = at / "model.safetensors" if (at := checkpoints.of(place)) else place
-        begun = outputs.sha256(file) if file.is_file() else begun  # one that is gone may be any
-    counts = {"checkpoints.init_from": begun} | resuming.settings(config, resuming.BESIDE)
+    """Of all settings that the trained weights depend on."""
+    counts = {"checkpoints.init_from": config.checkpoints.init_from}
+    counts |= resuming.settings(config, resuming.BESIDE)
     return hashlib.sha256(json.dumps(counts, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def _first(config: TrainingConfig) -> str:
+    """SHA-256 of the weights that `checkpoints.init_from` leads to; "" where it names none, or they are gone."""
+    from cs336_systems.training import checkpoints
+
+    place = Path(config.checkpoints.init_from or os.devnull).expanduser()
+    file = at / "model.safetensors" if (at := checkpoints.of(place)) else place
+    return files.sha256(file) if file.is_file() else ""
+
+
 def _finished(config: TrainingConfig) -> dict[str, Any] | None:
-    """The result of this very run, if it has been trained to its end."""
+    """The result of this very run, if it has been trained to its end, from the weights that are there to begin from."""
     if not (path := Path(config.out) / "result.json").exists():
         return None
     with files.reading(path, advice="; remove it, or choose another out"):
         result = json.loads(files.content(path))
-        return result if result["digest"] == digest(config) and not result["stopped"] else None
+        same = result["digest"] == digest(config) and not result["stopped"]
+        begun, now = result.get("begun"), _first(config)  # earlier versions did not know; weights may be gone
+        return result if same and (begun == now or not begun or not now) else None
 
 
 def _where_to_start(config: TrainingConfig, say: Say) -> str:

@@ -29,7 +29,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from cs336_systems.store.files import in_a_line, naming, reading
+from cs336_systems.store.files import in_a_line, naming, reading, sha256
 from cs336_systems.store.machine import cpu_cores, has_module
 from cs336_systems.store.pool import Pool
 from cs336_systems.training import documents, outputs
@@ -136,7 +136,7 @@ def _stories(config: Text) -> _Source:
         return splits
 
     code = Path(stories.__file__)
-    return {file.name: outputs.sha256(file) for file in (code, code.with_suffix(".txt"))}, write
+    return {file.name: sha256(file) for file in (code, code.with_suffix(".txt"))}, write
 
 
 def _tinystories(config: Text) -> _Source:
@@ -200,10 +200,10 @@ def _found(key: str, told: str) -> list[tuple[str, Path, str]]:
             named = "stories, tinystories, random, or " * (key == "text.source")
             raise ValueError(f"{key}={told!r}; allowed: {named}a file or folder of text")
         if not source.is_dir():
-            return [(source.name, source, outputs.sha256(source))]
+            return [(source.name, source, sha256(source))]
         paths = (path for path in sorted(source.rglob("*")) if path.suffix.lower() in _TEXTS)
         named = [(path.relative_to(source).as_posix(), path) for path in paths if not path.is_dir()]
-        shown = [(name, path, outputs.sha256(path)) for name, path in named if "/." not in f"/{name}"]
+        shown = [(name, path, sha256(path)) for name, path in named if "/." not in f"/{name}"]
         if not shown:
             raise ValueError(f"{key}={told!r} is a folder without {', '.join(f'*{kind}' for kind in _TEXTS)}")
         return shown

@@ -27,7 +27,7 @@ import numpy as np
 from tokenizers import Encoding, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
-from cs336_systems.store.files import content, in_a_line, reading
+from cs336_systems.store.files import content, in_a_line, reading, sha256
 from cs336_systems.training import config as configuration
 from cs336_systems.training import documents, outputs
 from cs336_systems.training.batches import Data
@@ -56,7 +56,7 @@ def prepare(
     random, of_text = text.source == "random", text.train.documents > 0
     made_from: dict[str, Any] = {
         "vocab_size": _vocab_size(known) if known else config.vocab_size,
-        "tokenizer": outputs.sha256(given) if given else None,
+        "tokenizer": sha256(given) if given else None,
     }
     if random:
         made_from["random"] = {"seed": text.seed} | {name: split.bytes for name, split in parts.items()}
