@@ -116,8 +116,8 @@ BEGINNING, WAITING = 100, 0.15
 # time of a tile of 64 queries, for one group, over that of a full one
 SMALL = 0.5
 # a program of one group alone takes CHAIN tiles of queries that see so few keys each that beginning and ending a
-# program weighs more, if every place for such a program gets enough chains: (keys at most, chains of a place). The fewer
-# keys are seen, the less it matters that the last ones do not end together; the numbers are from times
+# program weighs more, if every place for such a program gets enough chains: (keys at most, chains of a place).
+# The fewer keys are seen, the less it matters that the last ones do not end together. Numbers are from times
 CHAIN, CHAINS = 2, ((128, 0.9), (256, 4))
 
 # of the backward kernel for few queries, a program of which holds them all: registers of a thread, with which four to
