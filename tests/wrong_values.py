@@ -78,7 +78,7 @@ COMMANDS = [
     wrong("bench matrix --wrapper none --sharded yes", says=("--sharded yes", "no ranks")),
     wrong("bench matrix --steps 1", says=("steps=1", "from 2")),
     wrong("bench matrix --ranks -1", says="ranks=-1"),
-    wrong("bench matrix --out {place}/file", says="/file is not a folder"),
+    wrong("bench matrix --out {place}/file", says="/file: it is not a folder"),
     wrong("bench sweep --tiers 128:64,0:1", says=("tier '0:1'", "allowed: queries:keys")),
     wrong("bench sweep --head-dim 8", says=("head_dim=8", "from 16 to 256")),
     wrong("bench sweep --cap-gib -1", says=("cap_gib=-1", "from 0")),

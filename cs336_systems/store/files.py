@@ -40,7 +40,8 @@ def naming(what: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StoreError(f"cannot {what} {path}: {error.strerror or error}") from error
+        why = "it is not a folder" if isinstance(error, FileExistsError) else error.strerror or error
+        raise StoreError(f"cannot {what} {path}: {why}") from error
 
 
 @contextmanager
